@@ -34,7 +34,12 @@ def reader(
         ),
     ] = "",
     every: Annotated[
-        float, typer.Option(min=0.001, max=60, help="Seconds from one window of changes to the next.")
+        float,
+        typer.Option(
+            min=0.001,
+            max=60,
+            help="Seconds from one window of changes to the next; busy servers take up to 3 times that.",
+        ),
     ] = 0.02,
     app: Annotated[str, typer.Option(help="The application that the tables belong to.")] = "default",
     share: Annotated[

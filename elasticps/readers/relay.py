@@ -41,7 +41,7 @@ class Relay:
     def mark(self) -> None:
         """Notes how far ranges are at the journal's end; under the reader's lock."""
         have = self.reader.positions
-        self.marks.add(self.journal.end, have, np.flatnonzero(have >= 0))
+        self.marks.add(self.journal.end, have, have >= 0)
 
 
 class RelayFeed:

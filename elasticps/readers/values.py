@@ -24,7 +24,8 @@ class ReaderSpec:
     tables       names; None: all tables and tensors of the application, also those that are made later
     dtype        how rows travel and are kept: "float32", "float16", "bfloat16", "int8" (with scales in each row); None:
                  as the servers have them
-    every        seconds from one window of changes to the next, from 0.001 to 60
+    every        seconds from one window of changes to the next, from 0.001 to 60; busy servers take up to three
+                 times as long
     application  whose tables
     share        of the keys of tables, as (2, 8) is the second of eight; tensors are whole in each
     buffer_bytes  windows that are kept while the reader holds; beyond that servers send no more until it is released

@@ -107,12 +107,15 @@ def collect(
     shares: int, seen: NDArray[np.int64], out: NDArray[np.int64],
 ) -> int:  # fmt: skip
     """Writes the distinct keys of a table in the entries from `start` to `end`, of ranges r where included[r] is not 0,
-    and of one of so many shares, from 0; returns how many. h: the table's header; seen: int64 [2, capacity] flat, a
-    power of two larger than the keys, of which the second half, marks, is below seen[-1], the mark of this call."""
+    and of one of so many shares, from 0; returns how many. h: the table's header; seen: slots of a key and the mark of
+    the call that put it there, then the mark of this call, which is a new one. There are at least 4 (end - start) of
+    slots' words: a call uses no more than that, and they stay in a cache."""
     ring, size = load64(journal + 8 * J_WORDS), load64(journal + 8 * J_SIZE)
     salt, shift = np.uint64(h[H_SALT]), np.uint64(h[H_SHIFT])
-    capacity = (seen.shape[0] - 1) // 2
-    mask, mark = np.uint64(capacity - 1), seen[seen.shape[0] - 1]
+    slots = 2
+    while slots < 2 * (end - start) and 4 * slots < seen.shape[0]:
+        slots *= 2
+    mask, mark = np.uint64(slots - 1), seen[seen.shape[0] - 1]
     n, at = 0, start
     while at < end:
         count = load64(ring + 8 * ((at + 1) % size))
@@ -127,11 +130,11 @@ def collect(
                 if included[np.int64(hashed >> shift)] == 0 or (shares > 1 and share_index(key, shares) != share):
                     continue
                 slot = np.int64(hashed & mask)
-                while seen[capacity + slot] == mark and seen[slot] != key:
+                while seen[2 * slot + 1] == mark and seen[2 * slot] != key:
                     slot = np.int64((np.uint64(slot) + np.uint64(1)) & mask)
-                if seen[capacity + slot] != mark:
-                    seen[capacity + slot] = mark
-                    seen[slot] = key
+                if seen[2 * slot + 1] != mark:
+                    seen[2 * slot + 1] = mark
+                    seen[2 * slot] = key
                     out[n] = key
                     n += 1
         at += HEAD + count
@@ -223,6 +226,7 @@ class Journal:
         h = self._header = np.zeros(J_FIELDS, np.int64)  # J_…
         h[J_WORDS], h[J_SIZE] = self._ring.ctypes.data, words
         self._seen = np.zeros(1, np.int64)  # scratch of `collect`
+        self._listed = np.zeros(1 << 12, np.int64)  # scratch of `list_tables`
         self._keys = np.zeros((3, 0), np.int64)  # scratch: keys, their rows, those without
 
     @property
@@ -264,7 +268,7 @@ class Journal:
 
     def tables(self, start: int, most: int) -> tuple[list[int], int]:
         """The tables of the entries from `start` on, until they have about `most` keys, and the position behind."""
-        found = np.empty(1 << 12, np.int64)
+        found = self._listed
         n = int(list_tables(self.address, start, self.end, most, found))
         return found[1 : n + 1].tolist(), int(found[0])
 

@@ -11,6 +11,7 @@ from elasticps.server.core.journal_marks import MOST_MARKS, JournalMarks
 
 RANGES = 3
 EVERY = np.arange(RANGES)
+WHOLE = np.ones(RANGES, np.bool_)
 
 
 class DumbJournal:
@@ -46,7 +47,7 @@ def test_a_reader_goes_on_where_all_that_it_lacks_is_behind(seed: int) -> None:
         if turn < 0.6:
             dumb.change(r)
         elif turn < 0.75:
-            marks.add(dumb.end, np.array(dumb.seqs), np.flatnonzero(dumb.whole))
+            marks.add(dumb.end, np.array(dumb.seqs), np.array(dumb.whole))
         elif turn < 0.8 and dumb.whole[r]:  # it goes elsewhere
             dumb.whole[r] = False
             marks.forget(np.array([r]))
@@ -73,7 +74,7 @@ def test_a_reader_goes_on_where_all_that_it_lacks_is_behind(seed: int) -> None:
 def test_the_newest_mark_that_is_old_enough_is_taken() -> None:
     marks = JournalMarks()
     for position, seq in ((10, 5), (20, 7), (30, 9)):
-        marks.add(position, np.full(RANGES, seq), EVERY)
+        marks.add(position, np.full(RANGES, seq), WHOLE)
     found = marks.find(EVERY, np.array([8, 5, 4]), np.full(RANGES, 12), 40, 0)
     assert found.tolist() == [20, 10, -1]
     assert marks.find(EVERY, np.array([12, 9, 8]), np.full(RANGES, 12), 40, 25).tolist() == [40, 30, -1]
@@ -82,17 +83,17 @@ def test_the_newest_mark_that_is_old_enough_is_taken() -> None:
 def test_a_range_that_came_back_has_no_mark_of_before() -> None:
     """What changed elsewhere meanwhile was not noted here."""
     marks = JournalMarks()
-    marks.add(10, np.array([5, 5, 5]), EVERY)
+    marks.add(10, np.array([5, 5, 5]), WHOLE)
     marks.forget(np.array([1]))
     assert marks.find(EVERY, np.array([6, 6, 6]), np.array([9, 9, 9]), 20, 0).tolist() == [10, -1, 10]
-    marks.add(20, np.array([9, 9, 9]), EVERY)
+    marks.add(20, np.array([9, 9, 9]), WHOLE)
     assert marks.find(EVERY, np.array([9, 9, 9]), np.array([11, 11, 11]), 30, 0).tolist() == [20, 20, 20]
 
 
 def test_ranges_that_are_not_whole_have_no_mark_and_old_marks_go() -> None:
     marks = JournalMarks()
     for position in range(MOST_MARKS + 1):
-        marks.add(position, np.full(RANGES, position), np.array([0, 2]))
+        marks.add(position, np.full(RANGES, position), np.array([True, False, True]))
     found = marks.find(EVERY, np.array([0, 50, 50]), np.full(RANGES, 500), 900, 0)
     assert found.tolist() == [-1, -1, 50]
     marks.clear()

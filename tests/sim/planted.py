@@ -243,6 +243,10 @@ ALONE: dict[Patch, tuple[str, str]] = {
         "readers.test_cells",
         "test_one_row_in_a_hundred_costs_a_small_part_of_all",
     ),
+    readers.send_progress_of_those_who_were_there_first: (
+        "server.test_sent_state",
+        "test_a_worker_that_joins_later_is_heard_of",
+    ),
     readers.send_a_reader_all_shares: ("readers.test_cells", "test_a_share_gets_the_rows_of_its_keys"),
     chain.accept_a_step_beyond_the_next: (
         "replication.test_replica",

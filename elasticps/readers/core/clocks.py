@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,22 +38,25 @@ class RangeClocks:
         that counts, bool [P], None for all."""
         if not len(runs):
             return
-        single = runs[runs[:, 1] == runs[:, 2]]  # as they are where a server has every other range
+        wide = runs[:, 1] != runs[:, 2]
+        single = runs[~wide] if wide.any() else runs  # mostly all are, where a server has every other range
         if counts is not None:
             single = single[counts[single[:, 1]]]
-        for worker in np.unique(single[:, 0]).tolist():
-            if (row := self._row(worker)) is not None:
-                mine = single[single[:, 0] == worker]
+        ends = (np.flatnonzero(single[1:, 0] != single[:-1, 0]) + 1).tolist()  # of what is said of one worker
+        for start, end in pairwise([0, *ends, len(single)]):
+            mine = single[start:end]
+            if len(mine) and (row := self._row(int(mine[0, 0]))) is not None:
                 row[mine[:, 1]] = mine[:, 3]
-        for worker, first, last, progress in runs[runs[:, 1] != runs[:, 2]].tolist():
+        for worker, first, last, progress in runs[wide].tolist():
             row = self._row(worker)
             if row is not None and counts is None:
                 row[first : last + 1] = progress
             elif row is not None and counts is not None:
                 row[first : last + 1][counts[first : last + 1]] = progress
-        for worker in np.unique(runs[runs[:, 3] == 0, 0]).tolist():  # it is in the roster no more
-            if worker in self.progress and not self.progress[worker].any():
-                self._forget(worker)
+        if not runs[:, 3].all():
+            for worker in np.unique(runs[runs[:, 3] == 0, 0]).tolist():  # it is in the roster no more
+                if worker in self.progress and not self.progress[worker].any():
+                    self._forget(worker)
 
     def _row(self, worker: int) -> NDArray[np.int64] | None:
         """A worker's progress by range; None if there are too many workers."""

@@ -11,6 +11,7 @@ from collections import deque
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from replication.chain import Ranges
 from replication.messages import Seqs
@@ -32,11 +33,9 @@ class JournalMarks:
     def __init__(self) -> None:
         self._marks: deque[_Mark] = deque(maxlen=MOST_MARKS)
 
-    def add(self, position: int, seqs: Seqs, whole: Ranges) -> None:
-        """Marks a position. seqs: of all ranges; whole: those of which all is here."""
-        found = np.full(len(seqs), _NEVER, np.int64)
-        found[whole] = seqs[whole]
-        self._marks.append(_Mark(position, found))
+    def add(self, position: int, seqs: Seqs, whole: NDArray[np.bool_]) -> None:
+        """Marks a position. seqs: of all ranges; whole: bool [P], of which ranges all is here."""
+        self._marks.append(_Mark(position, np.where(whole, seqs, _NEVER)))
 
     def forget(self, ranges: Ranges) -> None:
         """These ranges are filled from elsewhere, or are gone: what changed there meanwhile was not noted here, so no

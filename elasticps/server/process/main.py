@@ -25,7 +25,7 @@ from coordinator.core.view import ClusterConfig, ServerInfo
 from elasticps import store as table_store
 from elasticps.admin.service import start_admin
 from elasticps.errors import ConfigError
-from elasticps.kernels import announce, compiled
+from elasticps.kernels import announce, compiled, progress
 from elasticps.security import credentials_of
 from elasticps.security.gate import Gate
 from elasticps.security.identity import Role
@@ -171,7 +171,7 @@ async def serve(
         log.info("stopping", reason=stop.result())
 
 
-_MODULES = (registry, fast_path, sockets, journal)
+_MODULES = (registry, fast_path, sockets, journal, progress)
 
 
 def warm() -> None:
@@ -180,6 +180,7 @@ def warm() -> None:
     fast_path.warm()
     sockets.warm()
     journal.warm()
+    progress.warm()
 
 
 def is_warm() -> bool:

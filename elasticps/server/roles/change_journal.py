@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from elasticps.server.core.journal_marks import JournalMarks
 from elasticps.server.fast import layout as at
 from elasticps.server.roles.context import Context
@@ -11,7 +9,7 @@ from elasticps.store.journal import Journal
 from replication.chain import Ranges, Role
 from replication.messages import Seqs
 
-MARK_S = 0.01
+MARK_S = 0.02
 REST_S = 30.0  # the journal goes on for so long without readers: one may come back
 
 
@@ -67,5 +65,4 @@ class ChangeJournal:
         if self.journal.end == self._marked:
             return  # the mark before is as good
         self._marked = self.journal.end
-        whole = (replica.role == Role.FULL) | replica.filled
-        self._marks.add(self.journal.end, replica.seq, np.flatnonzero(whole))
+        self._marks.add(self.journal.end, replica.seq, (replica.role == Role.FULL) | replica.filled)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from coordinator.core import fields
 from elasticps.model.filters import BFloat16, Float16, Int8
@@ -23,14 +22,14 @@ from elasticps.server.network.connection import Connection, Handler
 from elasticps.server.roles.change_journal import ChangeJournal
 from elasticps.server.roles.context import Context
 from elasticps.server.roles.range_parts import missing_part, part_of
+from elasticps.server.roles.sent_state import SentState
 from elasticps.store import Table
 from elasticps.store.codec import Codec
 from elasticps.store.journal import CLEARED, Changed, Journal
 from elasticps.wire.frames import Buffer, FrameError, Header, Kind
-from elasticps.wire.windows import Progresses, ReadRange, RowBlock, Subscribe, Subscribed, WindowFrame
+from elasticps.wire.windows import ReadRange, RowBlock, Subscribe, Subscribed, WindowFrame
 from replication.chain import Ranges
 from replication.messages import Seqs
-from replication.step_records import StepRecord, home_range
 
 log = fields.logger(__name__)
 
@@ -38,7 +37,9 @@ JOURNAL_WORDS = 1 << 21  # 16 MB of keys: about as many pushes as a failover tak
 KEYS_AT_ONCE = 1 << 14  # of one frame of a window; about a millisecond or two
 CREDIT_BYTES = 8 << 20  # of windows that a reader has not acknowledged
 MOST_READS = 8  # READ_RANGEs of a reader that wait
-SHARE = 4  # one part in so many of this server's time goes to readers, at most
+SHARE = 4  # one part in so many of this server's time goes to readers, at most,
+WINDOW_SHARE = 50  # and of windows one in so many, while they are stretched for that
+MOST_STRETCH = 3  # times --every is what passes from window to window then, at most
 TIMER_S = 0.001  # timers of the loop are no finer: what is due so soon is made now, not by a turn of its own
 IDLE_S = 0.25  # a reader hears at least so often how new its state is
 NO_RANGES = np.empty(0, np.int64)
@@ -53,40 +54,6 @@ class UnshownFrame(NamedTuple):
     buffers: list[Buffer]
     ranges: Ranges
     seqs: Seqs
-
-
-class SentState:
-    """What a reader has been sent on this connection. ranges: P."""
-
-    def __init__(self, ranges: int) -> None:
-        self.seqs = np.full(ranges, -1, np.int64)  # of ranges
-        self.workers = NO_RANGES  # whose progress it has,
-        self.progress = np.empty((0, 0), np.int64)  # in each range that it follows: [workers, ranges]
-        self.records: dict[int, int] = {}  # by worker, the newest step whose record it has
-        self.tables: dict[int, Codec] = {}  # that it knows of
-        self.unowned: set[int] = set()  # tables whose application was not known when they were listed
-        self.listed = -1, -1  # how many tables there were then
-
-    def begin_again(self) -> None:
-        """It is told again how far ranges and workers are."""
-        self.seqs[:] = -1
-        self.forget_progress()
-        self.records = {}
-
-    def forget_progress(self) -> None:
-        """It is told again how far workers are."""
-        self.workers, self.progress = NO_RANGES, np.empty((0, 0), np.int64)
-
-    def progress_of(self, workers: NDArray[np.int64], columns: int) -> NDArray[np.int64]:
-        """What it has of these workers, in so many ranges: zeros of those that it does not know."""
-        if np.array_equal(workers, self.workers) and len(workers):
-            return self.progress
-        found = np.zeros((len(workers), columns), np.int64)
-        known = {worker: i for i, worker in enumerate(self.workers.tolist())}
-        for i, worker in enumerate(workers.tolist()):
-            if worker in known:
-                found[i] = self.progress[known[worker]]
-        return found
 
 
 class Outflow:
@@ -114,7 +81,8 @@ class Outflow:
 class AttachedReader:
     """A connection of a reader."""
 
-    def __init__(self, connection: Connection, name: str, ranges: int) -> None:
+    def __init__(self, connection: Connection, name: str, context: Context) -> None:
+        ranges = context.serving.ranges
         self.connection = connection
         self.name = name
         self.wants: Subscribe | None = None  # its newest SUBSCRIBE
@@ -122,11 +90,12 @@ class AttachedReader:
         self.lost = True  # the journal was written over before the cursor, or there was no SUBSCRIBE yet
         self.ranges = NO_RANGES  # that it follows here, ascending
         self.follows = np.zeros(ranges, np.int64)  # 1 for these
-        self.sent = SentState(ranges)
+        self.sent = SentState(context, connection.app)  # what it has
         self.flow = Outflow()
         self.reads: deque[ReadRange] = deque()  # that wait for their turn
         self.next_s = 0.0  # when its next window is due
         self.sent_s = 0.0  # when the newest one was made
+        self.spent_s = 0.0  # this server's time that the frames of the newest one took
         self.quiet = False  # nothing is to be said before something changes, or IDLE_S is over
         self.fine_until_s = 0.0  # a window after each change until then
 
@@ -141,11 +110,10 @@ class ReaderFeeds:
     keys."""
 
     def __init__(self, context: Context, wall: Callable[[], float], journal_words: int = JOURNAL_WORDS) -> None:
-        self._loop = context.loop
+        self._context, self._loop = context, context.loop
         self._wall = wall  # seconds since 1970
         self._serving, self._held = context.serving, context.held
-        self._executor, self._store = context.executor, context.executor.store
-        self._replica = context.executor.replica
+        self._store, self._replica = context.executor.store, context.executor.replica
         self.changes = ChangeJournal(context, journal_words)
         self._readers: dict[Connection, AttachedReader] = {}
         self._timer: object | None = None  # of the next turn
@@ -182,7 +150,7 @@ class ReaderFeeds:
 
     def add(self, connection: Connection, name: str) -> None:
         """A reader has said HELLO. From now on changed keys are noted."""
-        self._readers[connection] = AttachedReader(connection, name, self._serving.ranges)
+        self._readers[connection] = AttachedReader(connection, name, self._context)
         self.changes.begin()
 
     def forget(self, connection: Connection) -> None:
@@ -327,9 +295,21 @@ class ReaderFeeds:
         if reader.flow.unshown:
             self._show(reader)
         if reader.may_get_more and reader.next_s <= now + TIMER_S:
+            began = time.thread_time()
             self._make(reader, now)
+            self._stretch(reader, time.thread_time() - began)
         if reader.reads and not reader.connection.full:
             self._answer(reader, reader.reads.popleft())
+
+    def _stretch(self, reader: AttachedReader, spent_s: float) -> None:
+        """Has the next window come later if windows take more than their share of this server's time. What a window
+        costs apart from its rows is the same for one that is longer, and rows that change often are in fewer."""
+        assert reader.wants is not None
+        reader.spent_s += spent_s
+        if reader.next_s > reader.sent_s:  # it was the window's last frame
+            every_s, enough_s = reader.wants.every_ms / 1e3, WINDOW_SHARE * len(self._readers) * reader.spent_s
+            reader.next_s = max(reader.next_s, reader.sent_s + min(enough_s, MOST_STRETCH * every_s))
+            reader.spent_s = 0.0
 
     def _make(self, reader: AttachedReader, now: float) -> None:
         """Makes the next frame of a reader's windows, if there is anything to say."""
@@ -361,7 +341,7 @@ class ReaderFeeds:
             dropped=dropped,
         )
         if complete:
-            frame = self._with_state(reader, frame, seqs)
+            frame = reader.sent.add_changes(frame, reader.ranges, reader.follows, seqs)
         reader.sent_s, reader.next_s = now, now + every_s if complete else now
         self._send(reader, frame.frame(), seqs)
 
@@ -416,42 +396,6 @@ class ReaderFeeds:
             )  # fmt: skip
             empty = journal.cleared(number, reader.cursor, upto) if number in cleared else NO_RANGES
             yield _block(number, found, empty[reader.follows[empty] == 1])
-
-    def _with_state(self, reader: AttachedReader, frame: WindowFrame, seqs: Seqs) -> WindowFrame:
-        """Adds how far ranges and workers have come, as far as that has changed."""
-        moved = reader.ranges[seqs != reader.sent.seqs[reader.ranges]]
-        reader.sent.seqs[reader.ranges] = seqs
-        clocks = self._replica.clocks
-        used, columns = clocks.used, clocks.columns[reader.ranges]
-        known, app = self._serving.workers, reader.connection.app
-        present = enumerate(clocks.workers[:used].tolist())
-        ours = [i for i, worker in present if worker in known and known[worker].app == app]
-        chosen = np.array(ours, np.int64)
-        workers, sent = clocks.workers[chosen], reader.sent
-        now = clocks.matrix[np.ix_(chosen, columns)]
-        runs = Progresses.between(workers, reader.ranges, sent.progress_of(workers, len(columns)), now)
-        same = np.array_equal(workers, sent.workers)
-        gone = NO_RANGES if same else np.setdiff1d(sent.workers, workers)
-        if len(gone):  # one that has left the roster counts no more
-            before = sent.progress_of(gone, len(columns))
-            ended = Progresses.between(gone, reader.ranges, before, np.zeros_like(before))
-            runs = Progresses(np.concatenate([runs.runs, ended.runs]))
-        sent.workers, sent.progress = workers, now
-        return frame._replace(
-            ranges=moved, positions=self._replica.seq[moved], progress=runs, records=self._records(reader, workers)
-        )
-
-    def _records(self, reader: AttachedReader, workers: NDArray[np.int64]) -> list[tuple[int, StepRecord]]:
-        """Records of workers' sparse steps that a reader does not have, of homes that it follows here."""
-        found = list[tuple[int, StepRecord]]()
-        for worker in workers.tolist():
-            if reader.follows[home_range(worker, self._serving.ranges)]:
-                have = reader.sent.records.get(worker, 0)
-                fresh = [(worker, record) for record in self._replica.records.of(worker) if record.clock > have]
-                if fresh:
-                    reader.sent.records[worker] = fresh[-1][1].clock
-                    found += fresh
-        return found
 
     def _send(self, reader: AttachedReader, buffers: list[Buffer], seqs: Seqs) -> None:
         size = sum(len(memoryview(one).cast("B")) for one in buffers)

@@ -1,0 +1,52 @@
+"""Compares progress of workers, by range, with what was sent of it before."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import types
+from numpy.typing import NDArray
+
+from elasticps.kernels import compiled_once, njit
+
+RUN = 4
+"""Words of a run: worker, first range, last range, progress."""
+_WORDS = types.Array(types.int64, 1, "C")
+_TABLE = types.Array(types.int64, 2, "C")
+
+
+@njit(
+    nogil=True, cache=True, error_model="numpy",
+    signature=(_TABLE, _WORDS, _WORDS, _WORDS, _WORDS, _TABLE, _WORDS),
+)  # fmt: skip
+def changed_runs(
+    progress: NDArray[np.int64], rows: NDArray[np.int64], columns: NDArray[np.int64], workers: NDArray[np.int64],
+    ranges: NDArray[np.int64], sent: NDArray[np.int64], out: NDArray[np.int64],
+) -> int:  # fmt: skip
+    """Writes what differs between progress[rows[w], columns[ranges[i]]] and sent[w, i] as runs of ranges that follow
+    each other, by worker, and takes it into `sent`; returns how many runs. ranges: ascending; out: words of as many
+    runs as `sent` has numbers."""
+    n = 0
+    for w in range(workers.shape[0]):
+        open_run = False
+        for i in range(ranges.shape[0]):
+            value = progress[rows[w], columns[ranges[i]]]
+            if value == sent[w, i]:
+                open_run = False
+                continue
+            sent[w, i] = value
+            if open_run and out[RUN * n - 2] == ranges[i] - 1 and out[RUN * n - 1] == value:
+                out[RUN * n - 2] = ranges[i]
+                continue
+            out[RUN * n] = workers[w]
+            out[RUN * n + 1] = out[RUN * n + 2] = ranges[i]
+            out[RUN * n + 3] = value
+            n += 1
+            open_run = True
+    return n
+
+
+def warm() -> None:
+    """Compiles, or loads from the cache, what servers do for readers."""
+    with compiled_once(__file__):
+        nothing, none = np.zeros((1, 1), np.int64), np.zeros(1, np.int64)
+        changed_runs(nothing, none, none, none, none, nothing.copy(), np.zeros(RUN, np.int64))
