@@ -26,7 +26,10 @@ from chaos.live.verdict import GIVEN_UP_S
 
 SUMMED = ("counted", "filtered")  # tables of which every sum is known
 TENSOR = "summed"
-REPLACED_S = 2.0  # a tail that has been replaced may take itself for one until it, or the reader, hears of that
+REPLACED_S = 2.0
+"""A tail that has been replaced may take itself for one until it, or the reader, hears of that: what others have
+committed meanwhile is missing, though it says how new its state is. A stopped server that goes on hears of it from the
+first peer that speaks to it; a reader does from any server that it follows."""
 Rows = NDArray[np.float32]
 
 
@@ -75,6 +78,11 @@ class LifeLog:
         """The last step that was known to be committed at that time."""
         i = int(np.searchsorted(self._times, time_s, "right"))
         return self._steps[i - 1] if i else 0
+
+    def lag(self, step: int, time_s: float) -> float:
+        """For how long it had been known at that time that more than `step` was committed, seconds."""
+        i = int(np.searchsorted(self._steps, step, "right"))
+        return max(0.0, time_s - self._times[i]) if i < len(self._times) else 0.0
 
     def was_alive(self, time_s: float) -> bool | None:
         """Whether the cluster had no reason to give the life up at that time; None: it has done nothing since."""
@@ -129,6 +137,8 @@ class Witness:
 
     def __init__(self, folder: Path, salts: Mapping[str, int], job: Job, path: Path) -> None:
         self.undecided = 0  # rows of which nothing could be said
+        self.behind_s = 0.0  # for how long something had been committed that the last pull lacked
+        self.late_s = 0.0  # the most, of what was committed before the time as of which a pull claimed to be
         self._folder = folder
         self._salts = {name: np.uint64(salt) for name, salt in salts.items()}
         self._job = job  # of any life
@@ -147,9 +157,11 @@ class Witness:
         self._held: list[tuple[Job, Ints, float]] = []  # held, and when, of lives that may have ended before
         self._noted: list[Job] = []
         self._passing: list[int] = []
+        self._asked_s = 0.0  # when `keys` was
 
     def keys(self, tables: Mapping[str, object]) -> dict[str, Ints | None]:
         """What to pull of these tables."""
+        self._asked_s = time.time()
         self._noted = self._find_incarnations()
         self._passing = self._find_churn()
         pulled: dict[str, Ints | None] = {}
@@ -170,7 +182,7 @@ class Witness:
         logs: list[LifeLog | ChurnLog] = [*self._logs.values(), *self._churn.values()]
         for log in logs:
             log.read()
-        since_s = shown.since_s - REPLACED_S
+        since_s, self.behind_s = shown.since_s - REPLACED_S, 0.0
         spans = {life: (self._logs[life].committed(since_s), self._logs[life].begun) for life in self._noted}
         for name in SUMMED:
             if name in shown.rows and (wrong := self._check_sums(name, shown, spans)):
@@ -205,6 +217,9 @@ class Witness:
             if text := judge(mine, last, low, high):
                 return f"{life_name(life)}, {text}"
             counts = mine[:, 0].astype(np.int64)
+            log, least = self._logs[life], int(counts.min())
+            self.behind_s = max(self.behind_s, log.lag(least, self._asked_s))
+            self.late_s = max(self.late_s, log.lag(least, shown.since_s))
             sums.advance(life, np.maximum(counts, sums.counts.get(life, counts)))
             before[life_name(life)] = counts.tolist()
             if name == SUMMED[0] and shown.workers is not None and self._worker(life) in shown.workers:
