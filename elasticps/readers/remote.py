@@ -61,7 +61,11 @@ class RemoteReader:
         self._closed = False
         self._welcome: dict[str, Any] = {}
         self._specs: dict[str, tuple[int, TableSpec]] = {}  # by name
-        self.refresh()
+        try:
+            self.refresh()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def tables(self) -> dict[str, TableSpec]:

@@ -154,11 +154,13 @@ def test_a_relay_and_a_publisher_that_are_stopped_go_on(own: eps.LocalCluster, t
             eventually(lambda: equals(outer, users), 60.0)
             eventually(lambda: outer.age < 2.0)
             eventually(lambda: bool((remote.pull({"users": KEYS})["users"] == expected).all()))
-            model = eps.read_increments(str(tmp_path / "model"))
+            model, there = eps.read_increments(tmp_path / "model"), np.sort(np.concatenate(list(users.keys())))
+            rows = users.pull(there, exact=True)
 
             def published() -> bool:
                 model.refresh()
-                return bool((model.pull({"users": KEYS})["users"] == expected).all())
+                found = model.tables["users"]
+                return np.array_equal(found.keys, there) and bool((found.pull(there) == rows).all())
 
             eventually(published, 60.0)
 
