@@ -33,7 +33,7 @@ POLL_S = 0.05
 class Findings:
     """What one reader has found. looks: pulls compared; undecided: rows of which nothing could be said; apart:
     attempts to hold without a moment; failed: pulls without an answer; compared: rows at rest, -1: none were; ages,
-    behind, holds: seconds: how old rows were, and for how long something had been committed that they lacked; late_s:
+    lags, holds: seconds: how old rows were, and for how long something had been committed that they lacked; late_s:
     the most that was missing of what the rows' time promised."""
 
     reader: str
@@ -44,7 +44,7 @@ class Findings:
     compared: int = -1
     late_s: float = 0.0
     ages: list[float] = field(default_factory=list)
-    behind: list[float] = field(default_factory=list)
+    lags: list[float] = field(default_factory=list)
     holds: list[float] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
@@ -53,7 +53,7 @@ class Findings:
         return {
             "reader": self.reader, "looks": self.looks, "undecided": self.undecided, "failed": self.failed,
             "held": len(self.holds), "apart": self.apart, "compared": self.compared,
-            "age_ms": _percentiles(self.ages), "behind_ms": _percentiles(self.behind),
+            "age_ms": _percentiles(self.ages), "lag_ms": _percentiles(self.lags),
             "late_ms": round(self.late_s * 1e3, 1),
             "hold_ms": round(float(np.median(self.holds)) * 1e3, 1) if self.holds else 0.0,
         }  # fmt: skip
@@ -75,7 +75,7 @@ def read_findings(name: str, lines: Iterable[str]) -> Findings:
         if "age" in note:
             found.looks += 1
             found.ages += [note["age"]] if math.isfinite(note["age"]) else []  # it was just opened
-        found.behind += [note["behind"]] if "behind" in note else []
+        found.lags += [note["lag"]] if "lag" in note else []
         found.late_s = max(found.late_s, note.get("late", 0.0))
         if "held" in note:
             found.holds.append(note["held"])

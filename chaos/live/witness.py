@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -132,13 +132,22 @@ class ShownRows(NamedTuple):
         return self.workers is not None
 
 
+@dataclass
+class Delays:
+    """pulled_s: when the last pull began; lag_s: for how long something had been committed that it lacked; late_s: the
+    most that any lacked of what was committed before the time as of which it claimed to be."""
+
+    pulled_s: float = 0.0
+    lag_s: float = 0.0
+    late_s: float = 0.0
+
+
 class Witness:
     """folder: where ledgers are; salts: of tables by name; path: where what was shown is remembered."""
 
     def __init__(self, folder: Path, salts: Mapping[str, int], job: Job, path: Path) -> None:
         self.undecided = 0  # rows of which nothing could be said
-        self.behind_s = 0.0  # for how long something had been committed that the last pull lacked
-        self.late_s = 0.0  # the most, of what was committed before the time as of which a pull claimed to be
+        self.delays = Delays()  # of what was committed
         self._folder = folder
         self._salts = {name: np.uint64(salt) for name, salt in salts.items()}
         self._job = job  # of any life
@@ -157,11 +166,10 @@ class Witness:
         self._held: list[tuple[Job, Ints, float]] = []  # held, and when, of lives that may have ended before
         self._noted: list[Job] = []
         self._passing: list[int] = []
-        self._asked_s = 0.0  # when `keys` was
 
     def keys(self, tables: Mapping[str, object]) -> dict[str, Ints | None]:
         """What to pull of these tables."""
-        self._asked_s = time.time()
+        self.delays.pulled_s = time.time()
         self._noted = self._find_incarnations()
         self._passing = self._find_churn()
         pulled: dict[str, Ints | None] = {}
@@ -182,7 +190,7 @@ class Witness:
         logs: list[LifeLog | ChurnLog] = [*self._logs.values(), *self._churn.values()]
         for log in logs:
             log.read()
-        since_s, self.behind_s = shown.since_s - REPLACED_S, 0.0
+        since_s, self.delays.lag_s = shown.since_s - REPLACED_S, 0.0
         spans = {life: (self._logs[life].committed(since_s), self._logs[life].begun) for life in self._noted}
         for name in SUMMED:
             if name in shown.rows and (wrong := self._check_sums(name, shown, spans)):
@@ -218,8 +226,8 @@ class Witness:
                 return f"{life_name(life)}, {text}"
             counts = mine[:, 0].astype(np.int64)
             log, least = self._logs[life], int(counts.min())
-            self.behind_s = max(self.behind_s, log.lag(least, self._asked_s))
-            self.late_s = max(self.late_s, log.lag(least, shown.since_s))
+            self.delays.lag_s = max(self.delays.lag_s, log.lag(least, self.delays.pulled_s))
+            self.delays.late_s = max(self.delays.late_s, log.lag(least, shown.since_s))
             sums.advance(life, np.maximum(counts, sums.counts.get(life, counts)))
             before[life_name(life)] = counts.tolist()
             if name == SUMMED[0] and shown.workers is not None and self._worker(life) in shown.workers:

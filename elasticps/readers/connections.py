@@ -78,6 +78,7 @@ class ReaderConnections:
         self._again_s: dict[Feed, float] = {}  # when to subscribe again
         self._silent_s = SILENT_S + 3 * wishes.every_ms / 1e3
         self._looked_s = runtime.monotonic()  # for silent servers
+        self._silences: dict[Feed, tuple[int, float]] = {}  # bytes received then, and for how long none have come
         self._new_views = NewViews(
             view.cluster, view.ranges, registry.ask_view, self._from_store, authenticated=registry.authenticated
         )
@@ -273,12 +274,11 @@ class ReaderConnections:
         its state is; and whoever has vanished, or is behind a network that has forgotten the connection, says nothing.
         """
         passed_s, self._looked_s = min(now - self._looked_s, TURN_MOST_S), now
+        before, self._silences = self._silences, {}
         for feed in list(self.following.feeds.values()):
             received = self._connections.received_from(feed.member)
-            if received != feed.received or self._sink.full:
-                feed.received, feed.silent_s = received, 0.0
-                continue
-            feed.silent_s += passed_s
-            if feed.silent_s > self._silent_s:
-                feed.silent_s = 0.0
+            seen, silent_s = before.get(feed, (-1, 0.0))
+            silent_s = 0.0 if received != seen or self._sink.full else silent_s + passed_s
+            self._silences[feed] = received, silent_s
+            if silent_s > self._silent_s:
                 self._connections.cut(feed.member, f"it has sent nothing for {self._silent_s:.0f} s")

@@ -136,14 +136,11 @@ class Reader:
                 raise InputError(f"a pull of {size:,} bytes of rows is over the limit of {most_bytes:,}")
             found = list[Rows]()
             for number, keys in parts:
-                spec = tables[number].spec
-                rows = self.pull({spec.name: keys.copy()})[spec.name]
-                if rows.shape[1] != spec.dim:
-                    raise InputError(
-                        f"checkpoint {self.pinned}, which is shown, has rows of {rows.shape[1]} numbers in table "
-                        f"{spec.name!r}, and training has {spec.dim}: ask by gRPC, or have the reader follow"
-                    )
-                found.append(rows)
+                name, dim = tables[number].spec.name, tables[number].spec.dim
+                found.append(self.pull({name: keys.copy()})[name])
+                if (pinned := found[-1].shape[1]) != dim:
+                    text = f"checkpoint {self.pinned}, which is shown, has rows of {pinned} numbers in table {name!r}, "
+                    raise InputError(f"{text}and training has {dim}: ask by gRPC, or have the reader follow")
         return found
 
     @property
@@ -346,7 +343,7 @@ class Reader:
 
     @property
     def full(self) -> bool:
-        """Whether so much is queued, as the reader holds, that servers are to send nothing."""
+        """Whether servers are to send nothing, as the reader holds, and its queue is full."""
         return self._holding.full
 
     def window(self, feed: Feed, frame: WindowFrame, body: Bytes) -> None:

@@ -218,12 +218,12 @@ def test_it_says_for_how_long_something_was_missing(witness: Witness, tmp_path: 
     """Four steps were committed at 10 s: whoever shows three then lacks one since, whatever its age says."""
     witness.keys({"counted": None})
     assert witness.check(ShownRows({"counted": rows_at([3, 4, 4, 4])}, 9.0)) == ""
-    assert witness.behind_s > 1e6
-    assert witness.late_s == 0.0
+    assert witness.delays.lag_s > 1e6
+    assert witness.delays.late_s == 0.0
     assert witness.check(ShownRows({"counted": rows_at([3, 4, 4, 4])}, 11.0)) == ""
-    assert witness.late_s == 1.0
+    assert witness.delays.late_s == 1.0
     assert witness.check(ShownRows({"counted": rows_at([4, 4, 4, 4])}, 11.0)) == ""
-    assert witness.behind_s == 0.0
+    assert witness.delays.lag_s == 0.0
 
 
 def test_a_tail_that_was_replaced_longer_ago_has_to_know_it(witness: Witness) -> None:

@@ -61,8 +61,6 @@ class Feed:
     unlisted: set[int] = field(default_factory=set)  # ranges to read, as soon as it has listed its tables
     unacknowledged: int = 0  # bytes of windows
     fine_ms: int = 0  # of the next SUBSCRIBE
-    received: int = 0  # bytes, when it was looked at last,
-    silent_s: float = 0.0  # and for how long it has sent none
 
     @property
     def stated(self) -> bool:
