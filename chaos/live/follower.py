@@ -92,7 +92,8 @@ class ReaderProcess:
         keys = self._witness.keys(self._model.tables)
         age_s, since_s = self._age()
         rows = self._model.pull(keys)
-        self._note(age=round(age_s, 6), wrong=self._witness.check(ShownRows(rows, since_s)))
+        wrong = self._witness.check(ShownRows(rows, since_s))
+        self._note(age=round(age_s, 6), lag=round(self._witness.delays.lag_s, 6), wrong=wrong)
 
     def _age(self) -> tuple[float, float]:
         """How old the oldest rows are, and since when they have all that was committed."""
@@ -169,7 +170,7 @@ class ReaderProcess:
 
     def close(self) -> None:
         """Ends the reader."""
-        self._note(undecided=self._witness.undecided)
+        self._note(undecided=self._witness.undecided, late=round(self._witness.delays.late_s, 6))
         self._model.close()
 
     def _note(self, **found: object) -> None:

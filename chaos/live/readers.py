@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,8 @@ POLL_S = 0.05
 class Findings:
     """What one reader has found. looks: pulls compared; undecided: rows of which nothing could be said; apart:
     attempts to hold without a moment; failed: pulls without an answer; compared: rows at rest, -1: none were; ages,
-    holds: seconds."""
+    lags, holds: seconds: how old rows were, and for how long something had been committed that they lacked; late_s:
+    the most that was missing of what the rows' time promised."""
 
     reader: str
     looks: int = 0
@@ -41,19 +42,27 @@ class Findings:
     failed: int = 0
     apart: int = 0
     compared: int = -1
+    late_s: float = 0.0
     ages: list[float] = field(default_factory=list)
+    lags: list[float] = field(default_factory=list)
     holds: list[float] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """The findings as plain values, for the report."""
-        p50, p99, most = np.percentile(self.ages, (50, 99, 100)) * 1e3 if self.ages else (0.0, 0.0, 0.0)
         return {
             "reader": self.reader, "looks": self.looks, "undecided": self.undecided, "failed": self.failed,
             "held": len(self.holds), "apart": self.apart, "compared": self.compared,
-            "age_ms": {"p50": round(p50, 1), "p99": round(p99, 1), "most": round(most, 1)},
+            "age_ms": _percentiles(self.ages), "lag_ms": _percentiles(self.lags),
+            "late_ms": round(self.late_s * 1e3, 1),
             "hold_ms": round(float(np.median(self.holds)) * 1e3, 1) if self.holds else 0.0,
         }  # fmt: skip
+
+
+def _percentiles(times: Sequence[float]) -> dict[str, float]:
+    """Of seconds, in ms."""
+    found = np.percentile(times, (50, 99, 100)) * 1e3 if times else np.zeros(3)
+    return dict(zip(("p50", "p99", "most"), found.round(1).tolist(), strict=True))
 
 
 def read_findings(name: str, lines: Iterable[str]) -> Findings:
@@ -66,6 +75,8 @@ def read_findings(name: str, lines: Iterable[str]) -> Findings:
         if "age" in note:
             found.looks += 1
             found.ages += [note["age"]] if math.isfinite(note["age"]) else []  # it was just opened
+        found.lags += [note["lag"]] if "lag" in note else []
+        found.late_s = max(found.late_s, note.get("late", 0.0))
         if "held" in note:
             found.holds.append(note["held"])
         found.apart += "timeout" in note

@@ -173,9 +173,11 @@ def _summary(report: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def reader_words(found: Mapping[str, Any]) -> str:
     """Says what a reader has shown, and how old it was."""
-    age = found["age_ms"]
+    age, lag = found["age_ms"], found.get("lag_ms", {"p50": 0.0, "p99": 0.0, "most": 0.0})
     return (
         f"{found['looks']:,} looks, rows {age['p50']:g} ms old (p50), {age['p99']:g} (p99), {age['most']:g} at most; "
+        f"what was committed was missing for {lag['p50']:g} ms (p50), {lag['p99']:g} (p99), {lag['most']:g} "
+        f"at most; "
         f"{found['held']} moments held, {found['apart']} not found; {found['compared']:,} rows compared at rest; "
         f"{found['failed']} pulls without an answer, {found['undecided']} rows undecided"
     )

@@ -11,7 +11,7 @@ import json
 import os
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +26,10 @@ from chaos.live.verdict import GIVEN_UP_S
 
 SUMMED = ("counted", "filtered")  # tables of which every sum is known
 TENSOR = "summed"
-REPLACED_S = 2.0  # a tail that has been replaced may take itself for one until it, or the reader, hears of that
+REPLACED_S = 2.0
+"""A tail that has been replaced may take itself for one until it, or the reader, hears of that: what others have
+committed meanwhile is missing, though it says how new its state is. A stopped server that goes on hears of it from the
+first peer that speaks to it; a reader does from any server that it follows."""
 Rows = NDArray[np.float32]
 
 
@@ -76,6 +79,11 @@ class LifeLog:
         i = int(np.searchsorted(self._times, time_s, "right"))
         return self._steps[i - 1] if i else 0
 
+    def lag(self, step: int, time_s: float) -> float:
+        """For how long it had been known at that time that more than `step` was committed, seconds."""
+        i = int(np.searchsorted(self._steps, step, "right"))
+        return max(0.0, time_s - self._times[i]) if i < len(self._times) else 0.0
+
     def was_alive(self, time_s: float) -> bool | None:
         """Whether the cluster had no reason to give the life up at that time; None: it has done nothing since."""
         i = int(np.searchsorted(self._times, time_s, "right"))
@@ -124,11 +132,22 @@ class ShownRows(NamedTuple):
         return self.workers is not None
 
 
+@dataclass
+class Delays:
+    """pulled_s: when the last pull began; lag_s: for how long something had been committed that it lacked; late_s: the
+    most that any lacked of what was committed before the time as of which it claimed to be."""
+
+    pulled_s: float = 0.0
+    lag_s: float = 0.0
+    late_s: float = 0.0
+
+
 class Witness:
     """folder: where ledgers are; salts: of tables by name; path: where what was shown is remembered."""
 
     def __init__(self, folder: Path, salts: Mapping[str, int], job: Job, path: Path) -> None:
         self.undecided = 0  # rows of which nothing could be said
+        self.delays = Delays()  # of what was committed
         self._folder = folder
         self._salts = {name: np.uint64(salt) for name, salt in salts.items()}
         self._job = job  # of any life
@@ -150,6 +169,7 @@ class Witness:
 
     def keys(self, tables: Mapping[str, object]) -> dict[str, Ints | None]:
         """What to pull of these tables."""
+        self.delays.pulled_s = time.time()
         self._noted = self._find_incarnations()
         self._passing = self._find_churn()
         pulled: dict[str, Ints | None] = {}
@@ -170,7 +190,7 @@ class Witness:
         logs: list[LifeLog | ChurnLog] = [*self._logs.values(), *self._churn.values()]
         for log in logs:
             log.read()
-        since_s = shown.since_s - REPLACED_S
+        since_s, self.delays.lag_s = shown.since_s - REPLACED_S, 0.0
         spans = {life: (self._logs[life].committed(since_s), self._logs[life].begun) for life in self._noted}
         for name in SUMMED:
             if name in shown.rows and (wrong := self._check_sums(name, shown, spans)):
@@ -205,6 +225,9 @@ class Witness:
             if text := judge(mine, last, low, high):
                 return f"{life_name(life)}, {text}"
             counts = mine[:, 0].astype(np.int64)
+            log, least = self._logs[life], int(counts.min())
+            self.delays.lag_s = max(self.delays.lag_s, log.lag(least, self.delays.pulled_s))
+            self.delays.late_s = max(self.delays.late_s, log.lag(least, shown.since_s))
             sums.advance(life, np.maximum(counts, sums.counts.get(life, counts)))
             before[life_name(life)] = counts.tolist()
             if name == SUMMED[0] and shown.workers is not None and self._worker(life) in shown.workers:

@@ -336,6 +336,16 @@ class PeerConnections:
             else:
                 peer.link.close()
 
+    def received_from(self, member: Member) -> int:
+        """Bytes that a server has sent, ever; 0 if there is to be no link to it."""
+        peer = self.peers.get(member)
+        return 0 if peer is None else peer.link.received
+
+    def cut(self, member: Member, why: str) -> None:
+        """Connects to a server again."""
+        if (peer := self.peers.get(member)) is not None:
+            self._cut(peer, why)
+
     def _cut(self, peer: ServerPeer, why: str) -> None:
         self.broken(peer.link, ConnectionResetError(why))
         self._driver.nudge()

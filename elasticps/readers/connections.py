@@ -28,6 +28,8 @@ from elasticps.wire.windows import RangePart, ReadRange, Subscribed, WindowFrame
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.1  # a server that does not answer for all ranges that it was asked for is asked again
+SILENT_S = 5.0  # a server that has sent nothing for so long, and a few windows, is connected again
+TURN_MOST_S = 0.5  # of that counts between two looks: this process may have been stopped meanwhile
 ACK_BYTES, ACK_WINDOWS = 1 << 20, 64  # an acknowledgement for so many, of 8 MB that may be on their way
 Bytes = NDArray[np.uint8]
 
@@ -50,6 +52,10 @@ class Sink(Protocol):
     def rows(self, feed: Feed, rows: RangePart) -> None:
         """A part of a range has come, which counts. Its arrays are views of the body."""
 
+    @property
+    def full(self) -> bool:
+        """Whether so much is queued that servers are to send nothing."""
+
     def settle(self) -> None:
         """Called without the lock, behind each frame: to tell others."""
 
@@ -70,6 +76,9 @@ class ReaderConnections:
         self._name = name  # for the log
         self._sink = sink  # takes windows and rows
         self._again_s: dict[Feed, float] = {}  # when to subscribe again
+        self._silent_s = SILENT_S + 3 * wishes.every_ms / 1e3
+        self._looked_s = runtime.monotonic()  # for silent servers
+        self._silences: dict[Feed, tuple[int, float]] = {}  # bytes received then, and for how long none have come
         self._new_views = NewViews(
             view.cluster, view.ranges, registry.ask_view, self._from_store, authenticated=registry.authenticated
         )
@@ -245,6 +254,7 @@ class ReaderConnections:
             connections, now = self._connections, self._runtime.monotonic()
             due = connections.due()
             connections.judge_silence()
+            self._judge_feeds(now)
             connections.renew()
             for feed in [feed for feed, when_s in self._again_s.items() if when_s <= now]:
                 del self._again_s[feed]
@@ -258,3 +268,17 @@ class ReaderConnections:
             connections.open(peer)
         self._sink.settle()
         return True
+
+    def _judge_feeds(self, now: float) -> None:
+        """Connects again to servers that are silent. Each sends a window a few times a second, if only to say how new
+        its state is; and whoever has vanished, or is behind a network that has forgotten the connection, says nothing.
+        """
+        passed_s, self._looked_s = min(now - self._looked_s, TURN_MOST_S), now
+        before, self._silences = self._silences, {}
+        for feed in list(self.following.feeds.values()):
+            received = self._connections.received_from(feed.member)
+            seen, silent_s = before.get(feed, (-1, 0.0))
+            silent_s = 0.0 if received != seen or self._sink.full else silent_s + passed_s
+            self._silences[feed] = received, silent_s
+            if silent_s > self._silent_s:
+                self._connections.cut(feed.member, f"it has sent nothing for {self._silent_s:.0f} s")

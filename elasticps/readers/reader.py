@@ -127,13 +127,21 @@ class Reader:
     def pull_numbered(self, parts: Sequence[tuple[int, NDArray[np.int64]]], most_bytes: int) -> list[Rows]:
         """Rows of tables by their ids, for `PullServer`. InputError for more than `most_bytes` of them. While it is
         pinned, of that."""
-        names = {table.number: name for name, table in self.table_rows.items()}
-        if unknown := [number for number, _ in parts if number not in names]:
-            raise UnknownTable(f"this reader has no table of id {unknown[0]}")
-        size = sum(4 * self.table_rows[names[number]].spec.dim * len(keys) for number, keys in parts)
-        if size > most_bytes:
-            raise InputError(f"a pull of {size:,} bytes of rows is over the limit of {most_bytes:,}")
-        return [self.pull({names[number]: keys.copy()})[names[number]] for number, keys in parts]
+        with self._lock:  # tables come and go
+            tables = self._tables.by_id
+            if unknown := [number for number, _ in parts if number not in tables]:
+                raise UnknownTable(f"this reader has no table of id {unknown[0]}")
+            size = sum(4 * tables[number].spec.dim * len(keys) for number, keys in parts)
+            if size > most_bytes:
+                raise InputError(f"a pull of {size:,} bytes of rows is over the limit of {most_bytes:,}")
+            found = list[Rows]()
+            for number, keys in parts:
+                name, dim = tables[number].spec.name, tables[number].spec.dim
+                found.append(self.pull({name: keys.copy()})[name])
+                if (pinned := found[-1].shape[1]) != dim:
+                    text = f"checkpoint {self.pinned}, which is shown, has rows of {pinned} numbers in table {name!r}, "
+                    raise InputError(f"{text}and training has {dim}: ask by gRPC, or have the reader follow")
+        return found
 
     @property
     def ranges(self) -> int:
@@ -332,6 +340,11 @@ class Reader:
         if queued and header.kind == Kind.WINDOW and not self._holding.full:
             self._links.acknowledge(feed, header.clock, len(body))
         return queued
+
+    @property
+    def full(self) -> bool:
+        """Whether servers are to send nothing, as the reader holds, and its queue is full."""
+        return self._holding.full
 
     def window(self, feed: Feed, frame: WindowFrame, body: Bytes) -> None:
         """A window has come."""

@@ -61,7 +61,11 @@ class RemoteReader:
         self._closed = False
         self._welcome: dict[str, Any] = {}
         self._specs: dict[str, tuple[int, TableSpec]] = {}  # by name
-        self.refresh()
+        try:
+            self.refresh()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def tables(self) -> dict[str, TableSpec]:
@@ -93,7 +97,10 @@ class RemoteReader:
 
     def refresh(self) -> None:
         """Asks which tables there are, and how old."""
-        header, body = self._ask(lambda request: [json_frame(Kind.HELLO, {"pulls": True}, request=request)])
+        try:
+            header, body = self._ask(lambda request: [json_frame(Kind.HELLO, {"pulls": True}, request=request)])
+        except ServerError as error:
+            raise ServerError(f"{self._name} is no reader: it answers that {error}") from None
         if header.kind != Kind.WELCOME:
             raise ServerError(f"{self._name} is no reader: it answers {Kind(header.kind).name}")
         self._welcome = json_body(body.data, MAX_BODY_BYTES)
@@ -103,20 +110,30 @@ class RemoteReader:
     def pull(self, keys: Mapping[str, object]) -> dict[str, Rows]:
         """As `Reader.pull`: rows of several tables, {table: keys int64 [n]}, of a tensor None. Raises `UnknownTable`,
         `OtherShare`, `ClusterUnreachable`."""
-        found = {}
-        for name, named in keys.items():
-            number, spec = self._find(name)
-            if named is None and spec.shape is None:
-                raise InputError(f"{name!r} is a table: pull keys of it, int64 [n]")
-            checked = np.arange(spec.blocks, dtype=np.int64) if named is None else checked_keys(name, named)
-            rows = np.empty((len(checked), spec.dim), np.float32)
-            most = max(1, AT_ONCE_BYTES // (4 * spec.dim))
-            for start in range(0, len(checked), most):
-                rows[start : start + most] = self._pull(number, spec.dim, checked[start : start + most])
-            found[name] = rows
-            if named is None and spec.shape is not None:
-                found[name] = rows.reshape(-1)[: int(np.prod(spec.shape))].reshape(spec.shape)
-        return found
+        return {name: self._pull_table(name, named) for name, named in keys.items()}
+
+    def _pull_table(self, name: str, named: object) -> Rows:
+        number, _ = self._find(name)
+        try:
+            return self._pull_all(name, named)
+        except UnknownTable:  # it was dropped, and perhaps made again
+            self.refresh()
+            if self._find(name)[0] == number:
+                raise
+            return self._pull_all(name, named)
+
+    def _pull_all(self, name: str, named: object) -> Rows:
+        number, spec = self._find(name)
+        if named is None and spec.shape is None:
+            raise InputError(f"{name!r} is a table: pull keys of it, int64 [n]")
+        checked = np.arange(spec.blocks, dtype=np.int64) if named is None else checked_keys(name, named)
+        rows = np.empty((len(checked), spec.dim), np.float32)
+        most = max(1, AT_ONCE_BYTES // (4 * spec.dim))
+        for start in range(0, len(checked), most):
+            rows[start : start + most] = self._pull(number, spec.dim, checked[start : start + most])
+        if named is None and spec.shape is not None:
+            return rows.reshape(-1)[: int(np.prod(spec.shape))].reshape(spec.shape)
+        return rows
 
     def _find(self, name: str) -> tuple[int, TableSpec]:
         if name not in self._specs:

@@ -16,17 +16,20 @@ def lines(*notes: dict[str, object]) -> Sequence[str]:
 def test_findings_of_all_lives_are_counted() -> None:
     found = read_findings(
         "r0",
-        [*lines({"age": 0.01, "wrong": ""}, {"age": float("inf"), "wrong": ""}, {"age": 0.03, "wrong": ""},
-                {"held": 0.2, "wrong": ""}, {"timeout": "no moment"}, {"failed": "away"}, {"undecided": 2},
-                {"compared": 70, "wrong": ""}), '{"age": 0.'],
+        [*lines({"age": 0.01, "lag": 0.0, "wrong": ""}, {"age": float("inf"), "wrong": ""},
+                {"age": 0.03, "lag": 0.02, "wrong": ""}, {"held": 0.2, "wrong": ""}, {"timeout": "no moment"},
+                {"failed": "away"}, {"undecided": 2, "late": 0.004}, {"compared": 70, "wrong": ""}), '{"age": 0.'],
     )  # fmt: skip
     assert judge_findings(found) == []
     shown = found.as_dict()
     assert shown == {
         "reader": "r0", "looks": 3, "undecided": 2, "failed": 1, "held": 1, "apart": 1, "compared": 70,
-        "age_ms": {"p50": 20.0, "p99": 29.8, "most": 30.0}, "hold_ms": 200.0,
+        "age_ms": {"p50": 20.0, "p99": 29.8, "most": 30.0}, "lag_ms": {"p50": 10.0, "p99": 19.8, "most": 20.0},
+        "late_ms": 4.0, "hold_ms": 200.0,
     }  # fmt: skip
-    assert "3 looks, rows 20 ms old (p50), 29.8 (p99), 30 at most; 1 moments held, 1 not found" in reader_words(shown)
+    words = reader_words(shown)
+    assert "3 looks, rows 20 ms old (p50), 29.8 (p99), 30 at most; what was committed was missing for 10 ms" in words
+    assert "1 moments held, 1 not found" in words
 
 
 def test_what_is_wrong_breaks_a_promise_and_so_does_a_reader_that_found_nothing() -> None:

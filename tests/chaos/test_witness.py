@@ -212,3 +212,20 @@ def test_a_moment_says_nothing_of_a_worker_that_is_not_in_it(witness: Witness, t
     assert look(witness, rows_at([4, 5, 5, 5]), whole=True) == ""
     note(tmp_path / "w0.1.ledger", (COMMITTED, 5, NOW * 10))
     assert look(witness, rows_at([5, 5, 5, 5])) == ""
+
+
+def test_it_says_for_how_long_something_was_missing(witness: Witness, tmp_path: Path) -> None:
+    """Four steps were committed at 10 s: whoever shows three then lacks one since, whatever its age says."""
+    witness.keys({"counted": None})
+    assert witness.check(ShownRows({"counted": rows_at([3, 4, 4, 4])}, 9.0)) == ""
+    assert witness.delays.lag_s > 1e6
+    assert witness.delays.late_s == 0.0
+    assert witness.check(ShownRows({"counted": rows_at([3, 4, 4, 4])}, 11.0)) == ""
+    assert witness.delays.late_s == 1.0
+    assert witness.check(ShownRows({"counted": rows_at([4, 4, 4, 4])}, 11.0)) == ""
+    assert witness.delays.lag_s == 0.0
+
+
+def test_a_tail_that_was_replaced_longer_ago_has_to_know_it(witness: Witness) -> None:
+    witness.keys({"counted": None})
+    assert "fewer steps than the 4" in witness.check(ShownRows({"counted": rows_at([3] * 4)}, 10.1 + REPLACED_S))

@@ -1,0 +1,250 @@
+"""Readers, relays and publishers that are stopped, or whose network forgets them; tables that change under them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import elasticps as eps
+from elasticps.readers.pull_server import PullServer
+from tests.e2e.test_readers import DIM, KEYS, push, shows, table_of, training
+from tests.e2e.test_readers_through_changes import equals
+from tests.waiting import eventually
+
+STOPPED_S = 7.0  # longer than a lease, and than a silent server is waited for
+
+
+@pytest.fixture
+def own() -> Iterator[eps.LocalCluster]:
+    """A cluster of three servers that no other test has."""
+    with eps.LocalCluster(servers=3, memory_limit="1GiB") as cluster:
+        yield cluster
+
+
+class ForgetfulNetwork:
+    """Stands between a relay and its readers. What it has forgotten passes nothing more, and ends no connection."""
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        self._to = host, int(port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.accepted = 0
+        self._forgotten = threading.Event()  # of the connections there are
+        self._open: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def forget(self) -> None:
+        """Of all connections there are."""
+        self._forgotten.set()
+        self._forgotten = threading.Event()
+
+    def close(self) -> None:
+        for one in (self._listener, *self._open):
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                outer, _ = self._listener.accept()
+                inner = socket.create_connection(self._to)
+                self._open += [outer, inner]
+                self.accepted += 1
+                for ends in ((outer, inner), (inner, outer)):
+                    threading.Thread(target=self._pass, args=(*ends, self._forgotten), daemon=True).start()
+
+    def _pass(self, source: socket.socket, sink: socket.socket, forgotten: threading.Event) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                if not forgotten.is_set():
+                    sink.sendall(data)
+            if not forgotten.is_set():
+                sink.shutdown(socket.SHUT_WR)
+
+
+def test_a_reader_whose_network_forgets_its_connection_connects_again(own: eps.LocalCluster) -> None:
+    """No end of the connection comes, and nothing else does."""
+    rng = np.random.default_rng(21)
+    with eps.connect(own.url, worker="w0") as ps:
+        users = table_of(ps)
+        push(ps, users, rng)
+        with eps.reader(own.url, every=0.005) as first, PullServer(first, "127.0.0.1", 0) as relay:
+            network = ForgetfulNetwork(relay.address)
+            try:
+                with eps.reader(f"reader://{network.address}", every=0.005) as second:
+                    eventually(shows(second, users))
+                    before = network.accepted
+                    network.forget()
+                    push(ps, users, rng)
+                    users.delete(KEYS[:100])
+                    eventually(shows(second, users))
+                    eventually(lambda: equals(second, users))
+                    assert network.accepted > before
+                    assert second.age < STOPPED_S
+            finally:
+                network.close()
+
+
+@contextmanager
+def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    command = [sys.executable, "-m", "elasticps", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+        try:
+            assert running.stdout is not None
+            yield running, json.loads(running.stdout.readline())
+        finally:
+            running.send_signal(signal.SIGCONT)
+            running.terminate()
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_a_relay_and_a_publisher_that_are_stopped_go_on(own: eps.LocalCluster, tmp_path: Path) -> None:
+    """For longer than any lease; a server dies meanwhile, and rows go."""
+    rng = np.random.default_rng(22)
+    with eps.connect(own.url, worker="w0") as ps:
+        users = table_of(ps)
+        push(ps, users, rng)
+        listening = ["reader", "--url", own.url, "--listen", "127.0.0.1:0", "--every", "0.005"]
+        publishing = ["publish", "--url", own.url, "--to", f"file://{tmp_path}/model", "--every", "0.1", "--json",
+                      "--report", "0.1"]  # fmt: skip
+        with (
+            process(*listening) as (relay, ready),
+            process(*publishing) as (publisher, _),
+            eps.reader(f"reader://{ready['pulls']}", every=0.005) as outer,
+            eps.remote_reader(ready["pulls"]) as remote,
+        ):
+            assert publisher.stdout is not None
+            threading.Thread(target=publisher.stdout.read, daemon=True).start()
+            eventually(shows(outer, users))
+            held = outer.pull({"users": KEYS})["users"]
+            with stopped(relay.pid), stopped(publisher.pid), training(ps, users) as count:
+                own.kill("s1")
+                until_s = time.monotonic() + STOPPED_S
+                before = count()
+                eventually(lambda: time.monotonic() > until_s and count() > before + 20, 60.0)
+                users.delete(KEYS[:500])
+                assert outer.age > STOPPED_S - 1
+                assert outer.pull({"users": KEYS})["users"].shape == held.shape
+                outer.check()
+            users.delete(KEYS[500:600])
+            expected = users.pull(KEYS)
+            eventually(lambda: equals(outer, users), 60.0)
+            eventually(lambda: outer.age < 2.0)
+            eventually(lambda: bool((remote.pull({"users": KEYS})["users"] == expected).all()))
+            model, there = eps.read_increments(tmp_path / "model"), np.sort(np.concatenate(list(users.keys())))
+            rows = users.pull(there, exact=True)
+
+            def published() -> bool:
+                model.refresh()
+                found = model.tables["users"]
+                return np.array_equal(found.keys, there) and bool((found.pull(there) == rows).all())
+
+            eventually(published, 60.0)
+
+
+def test_pulls_go_on_when_a_table_is_made_again(own: eps.LocalCluster) -> None:
+    """With wider rows, under the same name: nobody gets rows of the old shape, or hears that there is none."""
+    rng = np.random.default_rng(23)
+    with eps.connect(own.url, worker="w0") as ps:
+        users = table_of(ps)
+        push(ps, users, rng)
+        with (
+            eps.reader(own.url, every=0.005) as first,
+            PullServer(first, "127.0.0.1", 0) as relay,
+            eps.remote_reader(relay.address) as remote,
+        ):
+            assert remote.pull({"users": KEYS})["users"].shape == (len(KEYS), DIM)
+            ps.drop_table("users")
+            again = ps.table("users", dim=2 * DIM, optimizer=eps.SGD(lr=0.5))
+            ps.push({again: (KEYS, rng.random((len(KEYS), 2 * DIM), np.float32))}).result()
+            eventually(lambda: equals(first, again))
+            expected = again.pull(KEYS)
+            assert (remote.pull({"users": KEYS})["users"] == expected).all()
+            assert remote.tables["users"].dim == 2 * DIM
+            ps.drop_table("users")
+            eventually(lambda: "users" not in first.tables)
+            with pytest.raises(eps.UnknownTable, match="users"):
+                remote.pull({"users": KEYS})
+
+
+def test_a_checkpoint_of_other_shapes_is_shown_to_nobody_as_the_table_s_rows(
+    own: eps.LocalCluster, tmp_path: Path
+) -> None:
+    """A table was made again, wider; a reader is pinned to the narrow one, and who pulls numbers is told so."""
+    rng = np.random.default_rng(24)
+    place = f"file://{tmp_path}/checkpoints"
+    with eps.connect(own.url, worker="w0") as ps, eps.reader(own.url, every=0.005) as first:
+        users = table_of(ps)
+        push(ps, users, rng)
+        narrow = users.pull(KEYS)
+        eventually(shows(first, users))
+        made = [sys.executable, "-m", "elasticps", "checkpoint", "create", place, "--url", own.url]
+        subprocess.run(made, check=True, capture_output=True)
+        ps.drop_table("users")
+        again = ps.table("users", dim=DIM // 2, optimizer=eps.SGD(lr=0.5))
+        ps.push({again: (KEYS, rng.random((len(KEYS), DIM // 2), np.float32))}).result()
+        eventually(lambda: first.tables.get("users", users.spec).dim == DIM // 2)
+        with PullServer(first, "127.0.0.1", 0) as relay, eps.remote_reader(relay.address) as remote:
+            first.pin(place)
+            assert (first.pull({"users": KEYS})["users"] == narrow).all()
+            with pytest.raises(eps.Error, match="numbers in table 'users'"):
+                remote.pull({"users": KEYS})
+            first.follow()
+            eventually(lambda: equals(first, again))
+            assert (remote.pull({"users": KEYS})["users"] == again.pull(KEYS)).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--every", "0"], "0.001"),
+        (["--share", "9/8"], "(9, 8)"),
+        (["--share", "0/8"], "(0, 8)"),
+        (["--share", "two"], "two"),
+        (["--tables", "nothing"], "has no table 'nothing'"),
+        (["--dtype", "float64"], "float64"),
+        (["--max-age", "soon"], "soon"),
+        (["--listen", "here"], "here"),
+    ],
+)
+def test_wrong_options_are_refused_with_what_was_wrong(
+    cluster: eps.LocalCluster, options: list[str], text: str
+) -> None:
+    command = [sys.executable, "-m", "elasticps", "reader", "--url", cluster.url, *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_what_is_no_relay_is_not_followed(cluster: eps.LocalCluster) -> None:
+    """A server of the cluster, and a port at which nobody listens."""
+    with pytest.raises(eps.Error, match="is no reader"):
+        eps.reader(f"reader://{cluster.servers[0].address}", timeout=3)
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        port = one.getsockname()[1]
+    with pytest.raises(eps.ClusterUnreachable, match=str(port)):
+        eps.reader(f"reader://127.0.0.1:{port}", timeout=1)
