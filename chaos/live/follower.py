@@ -103,7 +103,6 @@ class ReaderProcess:
         return float(self._model.welcome["age_s"]), float(self._model.welcome["as_of"]["time_s"])
 
     def _hold(self, model: eps.Reader) -> None:
-        keys = self._witness.keys(model.tables)
         began = time.monotonic()
         try:
             as_of = model.hold(HOLD_S)
@@ -112,6 +111,7 @@ class ReaderProcess:
             return
         took = time.monotonic() - began
         try:
+            keys = self._witness.keys(model.tables)  # now: of all lives that the moment has steps of
             rows = model.pull(keys)
             wrong = self._witness.check(ShownRows(rows, as_of.time_s, as_of.steps))
             time.sleep(float(self._random.uniform(0, 0.3)))

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
 
 from chaos.live import churn
+from chaos.live.follower import ReaderProcess
 from chaos.live.legal import Steps, StepSums, dense_is_legal, is_sum, row_is_legal
 from chaos.live.load import BEGUN, BLOCK, COMMITTED, DIM, RECORD, Job, part, ranges_of
 from chaos.live.witness import REPLACED_S, LifeLog, ShownRows, Witness
@@ -156,6 +160,54 @@ def test_a_shared_row_may_be_of_other_steps_than_its_range_but_not_in_a_moment(w
     mixed = rows_at([5, 5, 5, 5])
     mixed[RANGES:] = rows_at([6, 6, 6, 6])[RANGES:]
     assert "a moment has" in look(witness, mixed, whole=True)
+
+
+def with_a_step_of(life: Job, rows: np.ndarray, step: int = 1) -> np.ndarray:
+    """The rows, with what a step of another life adds to the shared ones."""
+    made = part(life, step)
+    rows = rows.copy()
+    rows[len(rows) - KEYS + made.keys] += made.rows
+    return rows
+
+
+def test_rows_may_have_steps_of_a_life_that_has_begun_since_they_were_asked_for(
+    witness: Witness, tmp_path: Path
+) -> None:
+    shown, keys = with_a_step_of(OTHER, rows_at([5, 5, 5, 5])), witness.keys({"counted": 0})["counted"]
+    assert keys is not None
+    assert len(keys) == len(shown)
+    note(tmp_path / "w1.1.ledger", (BEGUN, 1, 6.0))
+    assert witness.check(ShownRows({"counted": shown}, 5.0 + REPLACED_S)) == ""
+    assert witness.undecided == len(part(OTHER, 1).keys)
+    own = np.repeat(np.array([5] * RANGES + [1] * RANGES, np.float32)[:, None], DIM, axis=1)
+    assert look(witness, np.concatenate([own, shown[RANGES:]])) == ""
+    assert "which no steps make" in look(witness, np.concatenate([own, with_a_step_of(OTHER, shown, 2)[RANGES:]]))
+
+
+def test_a_moment_is_looked_at_with_all_lives_that_have_begun_before_it(witness: Witness, tmp_path: Path) -> None:
+    """Also those that begin while the reader looks for it: the search takes up to seconds."""
+    own = np.repeat(np.array([5] * RANGES + [1] * RANGES, np.float32)[:, None], DIM, axis=1)
+    rows = np.concatenate([own, with_a_step_of(OTHER, rows_at([5, 5, 5, 5]))[RANGES:]])
+
+    class Model:
+        tables: ClassVar = {"counted": 0}
+
+        def hold(self, patience_s: float) -> SimpleNamespace:
+            note(tmp_path / "w1.1.ledger", (BEGUN, 1, 6.0))
+            return SimpleNamespace(time_s=5.0, steps={7: 5})
+
+        def pull(self, keys: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+            return {"counted": rows[: len(keys["counted"])]}
+
+        def release(self) -> None:
+            pass
+
+    found = list[dict[str, object]]()
+    process = ReaderProcess.__new__(ReaderProcess)
+    process._witness, process._random = witness, np.random.default_rng(1)
+    process._note = lambda **what: found.append(what)  # type: ignore[method-assign]
+    process._hold(Model())  # type: ignore[arg-type]
+    assert [one["wrong"] for one in found] == [""]
 
 
 def test_a_moment_has_the_same_steps_in_all_ranges_of_a_life_that_was_alive(
