@@ -41,6 +41,14 @@ def push(ps: eps.Client, table: eps.SparseTable, rng: np.random.Generator, n: in
     ps.push({table: (keys, rng.random((n, DIM), np.float32))}).result()
 
 
+def make_again(ps: eps.Client, dim: int, rng: np.random.Generator) -> eps.SparseTable:
+    """Drops the table and makes one of its name with rows of other lengths, of which all keys have one."""
+    ps.drop_table("users")
+    again = ps.table("users", dim=dim, optimizer=eps.SGD(lr=0.5))
+    ps.push({again: (KEYS, rng.random((len(KEYS), dim), np.float32))}).result()
+    return again
+
+
 @contextmanager
 def training(ps: eps.Client, table: eps.SparseTable) -> Iterator[Callable[[], int]]:
     """Pushes all the time; how often so far."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -13,25 +12,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 import elasticps as eps
 from elasticps.readers.pull_server import PullServer
-from tests.e2e.test_readers import DIM, KEYS, push, shows, table_of, training
+from tests.e2e.test_readers import DIM, KEYS, make_again, push, shows, table_of, training
 from tests.e2e.test_readers_through_changes import equals
+from tests.processes import process, reader_process
 from tests.waiting import eventually
 
 STOPPED_S = 7.0  # longer than a lease, and than a silent server is waited for
-
-
-@pytest.fixture
-def own() -> Iterator[eps.LocalCluster]:
-    """A cluster of three servers that no other test has."""
-    with eps.LocalCluster(servers=3, memory_limit="1GiB") as cluster:
-        yield cluster
 
 
 class ForgetfulNetwork:
@@ -101,18 +93,6 @@ def test_a_reader_whose_network_forgets_its_connection_connects_again(own: eps.L
 
 
 @contextmanager
-def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    command = [sys.executable, "-m", "elasticps", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
-        try:
-            assert running.stdout is not None
-            yield running, json.loads(running.stdout.readline())
-        finally:
-            running.send_signal(signal.SIGCONT)
-            running.terminate()
-
-
-@contextmanager
 def stopped(pid: int) -> Iterator[None]:
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -127,11 +107,10 @@ def test_a_relay_and_a_publisher_that_are_stopped_go_on(own: eps.LocalCluster, t
     with eps.connect(own.url, worker="w0") as ps:
         users = table_of(ps)
         push(ps, users, rng)
-        listening = ["reader", "--url", own.url, "--listen", "127.0.0.1:0", "--every", "0.005"]
         publishing = ["publish", "--url", own.url, "--to", f"file://{tmp_path}/model", "--every", "0.1", "--json",
                       "--report", "0.1"]  # fmt: skip
         with (
-            process(*listening) as (relay, ready),
+            reader_process(own.url, "--every", "0.005") as (relay, ready),
             process(*publishing) as (publisher, _),
             eps.reader(f"reader://{ready['pulls']}", every=0.005) as outer,
             eps.remote_reader(ready["pulls"]) as remote,
@@ -177,9 +156,7 @@ def test_pulls_go_on_when_a_table_is_made_again(own: eps.LocalCluster) -> None:
             eps.remote_reader(relay.address) as remote,
         ):
             assert remote.pull({"users": KEYS})["users"].shape == (len(KEYS), DIM)
-            ps.drop_table("users")
-            again = ps.table("users", dim=2 * DIM, optimizer=eps.SGD(lr=0.5))
-            ps.push({again: (KEYS, rng.random((len(KEYS), 2 * DIM), np.float32))}).result()
+            again = make_again(ps, 2 * DIM, rng)
             eventually(lambda: equals(first, again))
             expected = again.pull(KEYS)
             assert (remote.pull({"users": KEYS})["users"] == expected).all()
@@ -203,9 +180,7 @@ def test_a_checkpoint_of_other_shapes_is_shown_to_nobody_as_the_table_s_rows(
         eventually(shows(first, users))
         made = [sys.executable, "-m", "elasticps", "checkpoint", "create", place, "--url", own.url]
         subprocess.run(made, check=True, capture_output=True)
-        ps.drop_table("users")
-        again = ps.table("users", dim=DIM // 2, optimizer=eps.SGD(lr=0.5))
-        ps.push({again: (KEYS, rng.random((len(KEYS), DIM // 2), np.float32))}).result()
+        again = make_again(ps, DIM // 2, rng)
         eventually(lambda: first.tables.get("users", users.spec).dim == DIM // 2)
         with PullServer(first, "127.0.0.1", 0) as relay, eps.remote_reader(relay.address) as remote:
             first.pin(place)

@@ -6,7 +6,7 @@ import numpy as np
 
 import elasticps as eps
 from elasticps.readers.pull_server import PullServer
-from tests.e2e.test_readers import DIM, KEYS, push, shows, table_of, training
+from tests.e2e.test_readers import DIM, KEYS, make_again, push, shows, table_of, training
 from tests.waiting import eventually
 
 
@@ -73,10 +73,7 @@ def test_a_table_that_is_made_again_with_another_shape_while_readers_hold(own: e
                 eventually(shows(reader, users))
                 reader.hold(30.0)
             held = users.pull(KEYS)
-            ps.drop_table("users")
-            again = ps.table("users", dim=2 * DIM, optimizer=eps.SGD(lr=0.5))
-            grads = rng.random((len(KEYS), 2 * DIM), np.float32)
-            ps.push({again: (KEYS, grads)}).result()
+            again = make_again(ps, 2 * DIM, rng)
             for reader in (first, outer):
                 assert (reader.pull({"users": KEYS})["users"] == held).all()
             for reader in (first, outer):

@@ -6,8 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from elasticps.readers.pull_server import PullServer
 from elasticps.serving.client import LookupClient, lookup
 from elasticps.store.journal import first_outside, keys_within
 from tests.e2e.test_readers import KEYS, push, shows, table_of
+from tests.processes import reader_process
 from tests.waiting import eventually
 
 OF = 3
@@ -143,17 +143,6 @@ def missing(reader: eps.Reader) -> NDArray[np.bool_]:
         return reader.table_rows["users"].stored.missing(KEYS)
 
 
-@contextmanager
-def process(url: str, *options: str) -> Iterator[dict[str, Any]]:
-    command = [sys.executable, "-m", "elasticps", "reader", "--url", url, "--listen", "127.0.0.1:0", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
-        assert running.stdout is not None
-        try:
-            yield json.loads(running.stdout.readline())
-        finally:
-            running.terminate()
-
-
 async def ask_twice(address: str, keys: NDArray[np.int64], expected: NDArray[np.float32]) -> None:
     """Over one channel."""
     async with LookupClient(address) as client:
@@ -171,7 +160,10 @@ def test_clients_of_a_fleet_find_the_process_of_each_key(own: eps.LocalCluster) 
         users = table_of(ps)
         push(ps, users, rng)
         expected = users.pull(KEYS)
-        with process(own.url, "--share", "1/2") as one, process(own.url, "--share", "2/2") as two:
+        with (
+            reader_process(own.url, "--share", "1/2") as (_, one),
+            reader_process(own.url, "--share", "2/2") as (_, two),
+        ):
             owners, found = eps.share_of(KEYS, 2), np.empty_like(expected)
             for ready in (one, two):
                 with eps.remote_reader(ready["pulls"]) as remote:

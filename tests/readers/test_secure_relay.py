@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,21 +19,10 @@ import elasticps as eps
 from coordinator.core.url import parse
 from elasticps.readers.peers import parse_relay
 from tests import waiting
+from tests.processes import reader_process
 
 KEYS = np.arange(2000)
 eventually = partial(waiting.eventually, seconds=60.0)
-
-
-@contextmanager
-def process(url: str, *options: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    command = [sys.executable, "-m", "elasticps", "reader", "--url", url, "--listen", "127.0.0.1:0", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
-        assert running.stdout is not None
-        try:
-            yield running, json.loads(running.stdout.readline())
-        finally:
-            running.send_signal(signal.SIGCONT)
-            running.terminate()
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +57,7 @@ def test_a_relay_with_tls_feeds_those_of_its_application(secure: eps.LocalCluste
             return lambda: bool((reader.pull({"users": KEYS})["users"] == expected).all())
 
         push()
-        with process(plain + readers[0]) as (_, relay):
+        with reader_process(plain + readers[0]) as (_, relay):
             place = f"reader://{relay['pulls']}/local"
             with eps.reader(place + readers[1], every=0.005) as follower:
                 for _ in range(30):
@@ -78,7 +66,7 @@ def test_a_relay_with_tls_feeds_those_of_its_application(secure: eps.LocalCluste
                 follower.hold(timeout=60)
                 follower.release()
                 # One behind the first is stopped: nobody waits for it.
-                with process(place + readers[1]) as (stopped, beside):
+                with reader_process(place + readers[1]) as (stopped, beside):
                     os.kill(stopped.pid, signal.SIGSTOP)
                     for _ in range(300):
                         push()
