@@ -243,8 +243,7 @@ class Dispatcher:
             self.check()
             if fan_out.writes and self.holding.holds(0):
                 return False
-            with self._changing():
-                self._fan_outs.begin(fan_out, self.routes)
+            self._change(self._fan_outs.begin, fan_out, self.routes)
             return True
 
     def wait_released(self, clock: int, timeout_s: float) -> None:
@@ -272,26 +271,26 @@ class Dispatcher:
         """Asks whatever a script wants to know, and returns what came of it."""
         return carry_out(script, self.ask_all)
 
-    @contextmanager
-    def _changing(self) -> Iterator[None]:
+    def _change(self, change: Callable[..., None], *args: object) -> None:
+        """Changes state, and begins afresh where that raises: it may be half changed."""
         try:
-            yield
+            change(*args)
         except BaseException:
             self.hurt()
             raise
 
     def start_pulls(self, pulls: Sequence[ServerPull], bound: int | None, wait_ms: int) -> None:
         """Sends pulls; bound: of the delay, None for none; `wait_ms` as in the PULL header."""
-        with self.lock, self._changing():
+        with self.lock:
             self.check()
             start = self.pulls.start if bound is None else partial(self.delay.start, bound)
-            start(pulls, wait_ms)
+            self._change(start, pulls, wait_ms)
         self._driver.nudge()
 
     def forget_pull(self, pull: ServerPull, error: Error) -> None:
         """Gives up what is still unanswered of a pull."""
-        with self.lock, self._changing():
-            self.pulls.forget(pull, error)
+        with self.lock:
+            self._change(self.pulls.forget, pull, error)
 
     # --- receiving ----------------------------------------------------------------------------------------------
 

@@ -342,17 +342,17 @@ class PullsInFlight:
     def start(self, pulls: Sequence[ServerPull], wait_ms: int) -> None:
         """Asks for some pulls. Small frames to one server leave together: each system call costs more than several of
         them."""
-        frames: dict[Member, list[Buffer]] = {}
+        frames, unread = dict[Member, list[Buffer]](), self._session.unread()
         for pull in pulls:
             pull.wait_ms = wait_ms
-            pull.read_at = read_clock(self._session)
+            pull.read_at = read_clock(unread)
             keys = pull.keys
             if len(keys) <= PULL_FRAME_KEYS:
                 self._cut(pull, keys, 0, frames)
                 continue
             for first in range(0, len(keys), PULL_FRAME_KEYS):
                 self._cut(pull, keys[first : first + PULL_FRAME_KEYS], first, frames)
-        self._send(read_after(self._session, frames, self._routes, map(self._readers, pulls)))
+        self._send(read_after(unread, frames, self._routes, map(self._readers, pulls)))
 
     def _cut(self, pull: ServerPull, keys: NDArray[np.int64], first: int, frames: dict[Member, list[Buffer]]) -> None:
         """Cuts the part of a pull that begins with key number `first` by server, and lays the frames out."""
@@ -478,14 +478,14 @@ class PullsInFlight:
 
     def _send_parts(self, parts: Iterable[PullPart]) -> None:
         frames: dict[Member, list[Buffer]] = {}
-        pulls = []
+        pulls, unread = [], self._session.unread()
         for part in parts:
             part.epoch = self._routes.epoch
-            part.pull.read_at = read_clock(self._session)
+            part.pull.read_at = read_clock(unread)
             pulls.append(part.pull)
             if part.member is not None:
                 frames.setdefault(part.member, []).extend(part.pull.layout.frame(part, part.epoch, self._worker))
-        self._send(read_after(self._session, frames, self._routes, map(self._readers, pulls)))
+        self._send(read_after(unread, frames, self._routes, map(self._readers, pulls)))
 
     def _ask_again(self, parts: list[PullPart]) -> None:
         for part in parts:

@@ -307,7 +307,7 @@ class PushesInFlight:
                 body = [*cut.buffers, *record]
                 buffers: Sequence[Buffer] = [push.header(sum(map(len, body))).pack(), *body]
             else:
-                header = push.pack_into(cut.frame, sum(map(len, record)))
+                header = push.pack_into(cut.frame, sum(map(len, record)) if record else 0)
                 keys = self._keys_of(frame.head) if self.short else None
                 buffers = [cut.frame, *record] if keys is None else keys.push(cut.frame, header, self.short, record)
             if ready is None:

@@ -31,6 +31,7 @@ from elasticps.wire.frames import (
 )
 from replication.progress import PART_BITS, PART_MASK
 
+_PUSH = int(Kind.PUSH)  # packed in half the time of the enum's member
 NEVER = (1 << 32) - 1  # where a PUSH says how many steps ago its worker's last one in these ranges was
 
 
@@ -64,17 +65,15 @@ class PushHeader(NamedTuple):
 
     def header(self, body_bytes: int) -> Header:
         """The 64 bytes' fields, before a body of so many bytes."""
-        clock, prev = self.clock, self.prev
-        flags = self.last * LAST | self.all_ranges * ALL_RANGES | self.repeat * REPEAT | self.round * ROUND
-        flags |= self.record * RECORD
+        request, epoch, clock, prev, blocks, part, last, every, repeat, of_round, committed, shard, record = self
+        flags = last * LAST | every * ALL_RANGES | repeat * REPEAT | of_round * ROUND | record * RECORD
         steps, first = clock - (prev >> PART_BITS), prev & PART_MASK
         if not prev or steps >= NEVER:
             steps, first = NEVER, 0
-        lag = 0 if self.committed is None else clock - self.committed
-        bound, wait_ms = shard_fields(self.shard) if self.shard else (0, 0)
+        lag = 0 if committed is None else clock - committed
+        bound, wait_ms = shard_fields(shard) if shard else (0, 0)
         return Header(
-            Kind.PUSH, flags, body_bytes, self.request, self.epoch, clock, steps, first, self.part, lag,
-            self.blocks, bound, wait_ms,
+            _PUSH, flags, body_bytes, request, epoch, clock, steps, first, part, lag, blocks, bound, wait_ms
         )  # fmt: skip
 
     def pack_into(self, frame: memoryview, more: int = 0) -> Header:

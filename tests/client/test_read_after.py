@@ -33,9 +33,9 @@ def test_a_pull_sees_closed_steps_where_they_are_outstanding() -> None:
     assert set(unread[ticked].tolist()) == {1 << 16}
     session.push(Rows(2, 0, {1}, 1), last=False)
     assert session.unread().tolist() == unread.tolist(), "an open step is not waited for"  # type: ignore[union-attr]
-    assert read_clock(session) == 0
+    assert read_clock(session.unread()) == 0
     session.push(Rows(2, 1, set(range(P)), 1))
-    assert (session.unread(), read_clock(session)) == (2, 2), "all ranges have to have the newest"
+    assert (session.unread(), read_clock(session.unread())) == (2, 2), "all ranges have to have the newest"
     for frame in frames:
         session.reply(frame.frame, Status.COMMITTED, 1, None, np.empty(0, np.int64))
     assert session.unread() == 2

@@ -18,8 +18,8 @@ def ask_as_if_nothing_had_been_pushed(patch: pytest.MonkeyPatch) -> None:
 
     def start(self: Reads, pulls: Sequence[ServerPull]) -> None:
         with patch.context() as here:
-            here.setattr(elasticps.client.pull, "read_clock", lambda session, clock: 0)
-            here.setattr(elasticps.client.pull, "read_after", lambda session, frames, routes, readers: frames)
+            here.setattr(elasticps.client.pull, "read_clock", lambda unread: 0)
+            here.setattr(elasticps.client.pull, "read_after", lambda unread, frames, routes, readers: frames)
             start_with_step(self, pulls)
 
     patch.setattr(Reads, "start_with_step", start)

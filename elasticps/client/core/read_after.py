@@ -11,24 +11,22 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from elasticps.client.core.routing import Readers, Routes
-from elasticps.client.core.session import PushSession
 from elasticps.wire.clocks import ReadAfter
 from elasticps.wire.frames import Buffer
 from replication.chain import Member
+from replication.progress import Progress
 
 
-def read_clock(session: PushSession) -> int:
-    """What the header of a PULL says that is made now."""
-    unread = session.unread()
+def read_clock(unread: int | Progress) -> int:
+    """What the header of a PULL says that has to see this (`PushSession.unread`)."""
     return unread if isinstance(unread, int) else 0
 
 
 def read_after(
-    session: PushSession, frames: Mapping[Member, list[Buffer]], routes: Routes, readers: Iterable[Readers]
+    unread: int | Progress, frames: Mapping[Member, list[Buffer]], routes: Routes, readers: Iterable[Readers]
 ) -> Mapping[Member, list[Buffer]]:
     """PULL frames for servers, behind what each server has to wait for where headers cannot say it. readers: who
     answers each pull."""
-    unread = session.unread()
     if isinstance(unread, int):
         return frames
     ranges = np.flatnonzero(unread)

@@ -161,6 +161,8 @@ class PushSession:
     def unread(self) -> int | Progress:
         """What a pull has to see of this worker's steps so far, but for an open one: the clock that all ranges must
         have reached; or if that is not the same, progress by range, int64 [P], 0 where nothing is outstanding."""
+        if not self._steps:
+            return 0
         steps = [(clock, step) for clock, step in self._steps.items() if step.closed]
         if not steps or steps[-1][1].everywhere:
             return steps[-1][0] if steps else 0
@@ -193,20 +195,23 @@ class PushSession:
         if part == MAX_PARTS - 1 and not last:
             raise RuntimeError(f"a step has at most {MAX_PARTS} parts")
         heads = self._ticked_heads(content, step, last)
-        step.elsewhere |= self._ticks_elsewhere(content)
+        nowhere = len(self._heads.nowhere) > 0
+        step.elsewhere |= nowhere and self._ticks_elsewhere(content)
         if last:
             for head in (self._heads.home,) if also is None else (self._heads.home, self._heads.of(also)):
-                step.elsewhere |= head is None
-                if head is not None:
+                if head is None:
+                    step.elsewhere = True
+                else:
                     heads[head] = None
-        groups = [self._heads.groups(head) if head.last is None else [(head.order, head.last)] for head in heads]
-        ticks = Ticks([group for some in groups for group in some])
+        ticks = Ticks([])
+        for head in heads:
+            ticks.groups += ((head.order, head.last),) if head.last is not None else self._heads.groups(head)
         if step.elsewhere:
             ticks.groups += self._heads.groups_nowhere()
         step.ticks[part:] = [ticks]
         step.heads = heads if last else step.heads | heads
         if last:
-            step.everywhere = len(heads) == len(self._heads) and step.elsewhere == bool(len(self._heads.nowhere))
+            step.everywhere = len(heads) == len(self._heads.by_member) and step.elsewhere == nowhere
             step.record = None  # an exception may have come before this part was outstanding, and it is another now
             if not step.everywhere or self._heads.recovered[self._home]:
                 ticked = np.zeros(self._ranges, np.bool_)
@@ -219,12 +224,17 @@ class PushSession:
             self.clock = clock
         after = after_part(clock, part, last)
         out: list[Effect] = []
-        for head, some in zip(heads, groups, strict=True):
+        for head in heads:
+            if not head.ready:
+                if head.member not in self._connected:
+                    self.unreached.add(head.member)
+            elif head.last is not None:
+                self._send(head, step, clock, part, last, None, head.last, content, out)
+            else:
+                for ranges, prev in self._heads.groups(head):
+                    whole = len(ranges) == len(head.order)
+                    self._send(head, step, clock, part, last, None if whole else ranges, prev, content, out)
             head.last = after
-            if not head.ready and head.member not in self._connected:
-                self.unreached.add(head.member)
-            for ranges, prev in some if head.ready else ():
-                self._send(head, step, clock, part, last, None if len(some) == 1 else ranges, prev, content, out)
         if step.elsewhere:
             self._heads.ticked_nowhere(after)
         return out
@@ -232,16 +242,15 @@ class PushSession:
     def _ticked_heads(self, content: PartContent, step: OutstandingStep, last: bool) -> dict[Head, None]:
         """The heads whose ranges a part ticks."""
         members = content.heads(self.epoch)
+        by_member = self._heads.by_member
         if members is None:
-            found = {head: None for head in self._heads.by_member.values() if content.touches(head.order)}
-        else:
-            found = {self._heads.by_member[member]: None for member in members}
-        return found | step.heads if last else found
+            members = [member for member, head in by_member.items() if content.touches(head.order)]
+        found = dict.fromkeys(map(by_member.__getitem__, members))
+        return found | step.heads if last and step.heads else found
 
     def _ticks_elsewhere(self, content: PartContent) -> bool:
         """Whether a part ticks the ranges that have no head now: all of them, or none."""
-        nowhere = self._heads.nowhere
-        return bool(len(nowhere)) and content.touches(nowhere)
+        return content.touches(self._heads.nowhere)
 
     def owing(self) -> dict[Member, int]:
         """Head -> the oldest step that it has not committed in all its ranges."""
