@@ -11,12 +11,20 @@ from typing import Any, cast
 import numpy as np
 
 from coordinator.core.view import ServerInfo, View
-from elasticps.server.core.view_exchange import MAX_WAITING_BYTES, NOTIFIED_PER_TURN, HeldFrames, ViewNotifier
-from elasticps.wire.frames import HEADER_BYTES, Header, Kind, bytes_frame, json_frame, unpack_header
+from elasticps.server.core.view_exchange import (
+    MAX_WAITING_BYTES,
+    NOTIFIED_PER_TURN,
+    UNASKED_BYTES,
+    HeldFrames,
+    ViewNotifier,
+)
+from elasticps.wire.frames import HEADER_BYTES, Header, Kind, bytes_frame, json_frame, read_view, unpack_header
 from tests.server.conftest import Group, Run, until
 
 SERVERS = (ServerInfo("a", 1, "h:1"),)
 VIEW = View("c", 1, 2, 1, SERVERS, np.zeros((2, 1)).astype(int), np.array([-1, -1]), np.ones(2, int), "first")
+MANY = tuple(ServerInfo(f"s{i:02}", 1, f"h:{i + 1}") for i in range(40))
+LARGE = replace(VIEW, servers=MANY)
 
 
 class Listener:
@@ -53,7 +61,7 @@ def frames_received(listeners: list[Any]) -> int:
 def test_all_connections_get_the_same_frame_some_in_each_turn() -> None:
     loop, listeners = Loop(), [listener() for _ in range(3 * NOTIFIED_PER_TURN)]
     notifier = ViewNotifier(loop.soon)
-    notifier.adopt(VIEW)
+    notifier.adopt(LARGE)
     notifier.tell_all(listeners)
     notifier.tell(listeners[-1])  # it asks before its turn has come
     for turn in (1, 2, 3):
@@ -64,6 +72,36 @@ def test_all_connections_get_the_same_frame_some_in_each_turn() -> None:
     assert {unpack_header(one.frames[0]).kind for one in listeners[:-1]} == {Kind.NEWER_VIEW}
     assert unpack_header(listeners[-1].frames[0]).kind == Kind.VIEW
     assert all(len(one.frames) == 1 for one in listeners)
+
+
+def test_few_servers_send_a_short_view_at_once() -> None:
+    loop, new, old = Loop(), listener(), listener()
+    notifier = ViewNotifier(loop.soon)
+    notifier.adopt(VIEW)
+    notifier.adopt(newer := replace(VIEW, epoch=2))
+    old.notified_epoch = 1
+    notifier.tell_all([new, old])
+    for one, base in ((new, None), (old, VIEW)):
+        (frame,) = one.frames
+        view = read_view(unpack_header(frame), np.frombuffer(frame, np.uint8)[HEADER_BYTES:], base)
+        assert view is not None and view.digest == newer.digest
+        assert one.notified_epoch == 2
+    assert {unpack_header(one.frames[0]).kind for one in (new, old)} <= {Kind.VIEW, Kind.VIEW_DIFFERENCE}
+    notifier.tell_all([new, old])
+    assert frames_received([new, old]) == 2, "each hears of a view once"
+
+
+def test_all_servers_together_send_a_worker_little_unasked() -> None:
+    loop, kinds = Loop(), list[int]()
+    for servers in range(1, 64):
+        one = listener()
+        notifier = ViewNotifier(loop.soon)
+        notifier.adopt(replace(VIEW, servers=tuple(ServerInfo(f"s{i:02}", 1, f"h:{i + 1}") for i in range(servers))))
+        notifier.tell_all([one])
+        (frame,) = one.frames
+        assert len(frame) == HEADER_BYTES or servers * len(frame) <= UNASKED_BYTES
+        kinds.append(unpack_header(frame).kind)
+    assert (kinds[0], kinds[-1]) == (Kind.VIEW, Kind.NEWER_VIEW)
 
 
 def test_a_newer_view_replaces_the_older_one_for_connections_still_waiting() -> None:

@@ -13,6 +13,8 @@ from elasticps.wire.frames import Header, Kind, difference_frame, view_frame
 from elasticps.wire.headers import GetViewHeader
 
 NOTIFIED_PER_TURN = 64  # then frames of others have theirs
+UNASKED_BYTES = 8 << 10  # of a view, to one worker from all servers together
+LEAST_BYTES = 256  # no shorter is what a worker needs of a view
 MAX_WAITING_BYTES = 4 << 20  # who leaves so much unread is told when it asks, or is refused as stale
 
 
@@ -20,8 +22,8 @@ class ViewNotifier:
     """Sends the newest view, once per connection and epoch, and refusals. Who has one of the views before gets the
     difference. `soon(f)` calls f in the loop's next turn; errors: makes and counts the server's ERROR frames.
 
-    Unasked, workers get only the epoch, and ask one server for that view: those that head ranges of a server that died
-    all speak to each worker.
+    Unasked, workers of a large cluster get only the epoch, and ask one server for that view: those that head ranges of a
+    server that died all speak to each worker. Where all of them together send little, they send the view at once.
     """
 
     def __init__(self, soon: Callable[[Callable[[], None]], object]) -> None:
@@ -44,17 +46,26 @@ class ViewNotifier:
         """Sends the view now, unless the peer has it."""
         view = self._view
         if view is not None and asker.notified_epoch < view.epoch:
-            frame = self._frames.get(asker.notified_epoch) or self._frame_since(asker.notified_epoch, view)
+            frame = self._frame_since(asker.notified_epoch, view)
             asker.notified_epoch = view.epoch
             asker.send(frame)
 
     def _frame_since(self, epoch: int, view: View) -> bytes:
+        if (known := self._frames.get(epoch)) is not None:
+            return known
         difference = self._history.since(epoch)
         if difference is not None:
             frame = self._frames[epoch] = difference_frame(view.epoch, difference)
             return frame
         whole = self._frames[0] = self._frames.get(0) or view_frame(view)
         return whole
+
+    def _is_short_for(self, asker: Asker) -> bool:
+        """Whether what a peer gets of the newest view is so short that it may get that from every server unasked."""
+        view = self._view
+        if view is None or (most := UNASKED_BYTES // len(view.servers)) < LEAST_BYTES:
+            return False
+        return len(self._frame_since(asker.notified_epoch, view)) <= most
 
     def refuse(self, asker: Asker, kind: int, request: int, error: RequestError) -> None:
         """Answers why a request of this kind was not done; first sends the view, if that is the reason."""
@@ -76,7 +87,10 @@ class ViewNotifier:
         for asker in now:
             outdated = self._view is not None and asker.notified_epoch < self._view.epoch
             if outdated and asker.waiting_bytes < MAX_WAITING_BYTES:
-                asker.send(self._notice)
+                if self._is_short_for(asker):
+                    self.tell(asker)
+                else:
+                    asker.send(self._notice)
         if self._left:
             self._soon(self._turn)
 
