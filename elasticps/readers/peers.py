@@ -112,7 +112,8 @@ class PeerStream:
 
     def send(self, buffers: list[Buffer]) -> None:
         """Sends all of a message."""
-        data = memoryview(b"".join(memoryview(one).cast("B") for one in buffers))
+        views = [memoryview(one).cast("B") for one in buffers]
+        data = views[0] if len(views) == 1 else memoryview(b"".join(views))
         with self._sending:
             if self._tls is None:
                 self._connection.sendall(data)

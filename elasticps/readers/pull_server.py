@@ -25,7 +25,7 @@ from elasticps.readers.relay import Relay, RelayFeed
 from elasticps.security.credentials import Credentials
 from elasticps.security.identity import NotAuthorised, Role
 from elasticps.wire.frames import (
-    LAST,
+    HEADER_BYTES,
     MAX_BODY_BYTES,
     TABLES,
     Buffer,
@@ -37,6 +37,7 @@ from elasticps.wire.frames import (
     read_tables,
 )
 from elasticps.wire.headers import RowsHeader
+from elasticps.wire.pool import Pool
 from elasticps.wire.stream import Assembler
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class PullServer:
         self._reader = reader
         self._relay = Relay(reader)  # feeds readers that follow this one
         self._credentials = credentials
+        self._memory = Pool(32<<20, 17<<20)
         self._name = name
         self._incarnation = time.time_ns() // 1000  # of the relay: its journal begins
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -120,7 +122,7 @@ class PullServer:
             with self._secured(raw) as connection:
                 stream = PeerStream(connection, SILENT_S)
                 feed = RelayFeed(self._relay, stream.send)
-                answers = _Answers(self._reader, self._welcome, stream.send, feed)
+                answers = _Answers(self._reader, self._welcome, stream.send, feed, self._memory)
                 assembler = Assembler(answers.frame, MAX_BODY_BYTES)
                 try:
                     while n := stream.recv_into(assembler.buffer):
@@ -159,11 +161,12 @@ class _Answers:
 
     def __init__(
         self, reader: Reader, welcome: Callable[[], dict[str, Any]], send: Callable[[list[Buffer]], None],
-        feed: RelayFeed,
+        feed: RelayFeed, memory,
     ) -> None:  # fmt: skip
         self._reader = reader
         self._welcome = welcome  # what it says of itself
         self._send = send
+        self._memory = memory
         self._feed = feed  # for a reader that follows this one
 
     def frame(self, header: Header, body: NDArray[np.uint8]) -> None:
@@ -177,16 +180,33 @@ class _Answers:
             self._feed.frame(header, body)
 
     def _pull(self, header: Header, body: NDArray[np.uint8]) -> None:
+        answer = PullAnswer(header.request, self._memory)
         try:
-            rows = self._reader.pull_numbered(read_tables(header.items, body), MAX_BODY_BYTES)
+            self._reader.pull_numbered(read_tables(header.items, body), MAX_BODY_BYTES, answer.write)
         except Error as error:
             code = {"UnknownTable": "unknown-table", "OtherShare": "other-share"}.get(type(error).__name__, "input")
             document = {"code": code, "message": str(error), "share": getattr(error, "share", 0)}
             self._send([json_frame(Kind.ERROR, document, request=header.request)])
             return
-        count = sum(len(one) for one in rows)
-        size = sum(one.nbytes for one in rows)
-        answer = RowsHeader(header.request, 0, 0, count, True).header(size + (size & 7))
-        assert answer.flags & LAST
-        padding: list[Buffer] = [b"\0" * 4] if size & 7 else []
-        self._send([answer.pack(), *(one.data.cast("B") for one in rows if one.size), *padding])
+        self._send([answer.frame.data])
+
+
+class PullAnswer:
+    def __init__(self, request, memory):
+        self._request = request
+        self._memory = memory
+        self.frame = None
+    def write(self, tables):
+        count = sum(len(one.keys) for one in tables)
+        size = sum(4*one.table.spec.dim*len(one.keys) for one in tables)
+        self.frame = self._memory.take(HEADER_BYTES + (size + 7 & ~7))
+        self.frame[:HEADER_BYTES] = np.frombuffer(RowsHeader(self._request, 0, 0, count, True).header(size + (size & 7)).pack(), np.uint8)
+        if size & 7:
+            self.frame[-4:] = 0
+        floats = self.frame[HEADER_BYTES:].view(np.float32)
+        at = 0
+        for table, keys in tables:
+            dim = table.spec.dim
+            n = len(keys)*dim
+            table.gather(keys, floats[at:at+n].reshape(len(keys), dim))
+            at += n

@@ -22,7 +22,7 @@ from elasticps.readers.core.following import Feed, Wishes
 from elasticps.readers.holding import SEARCH_S, Holding, HoldState
 from elasticps.readers.listeners import Listeners
 from elasticps.readers.peers import reader_name
-from elasticps.readers.rows import ReaderTable, ReaderTables
+from elasticps.readers.rows import ReaderTable, ReaderTables, TableKeys
 from elasticps.readers.values import AsOf, Listener, ReaderSpec, ReaderStats, TableChange
 from elasticps.store.journal import Journal
 from elasticps.wire.frames import FrameError, Header, Kind
@@ -124,24 +124,28 @@ class Reader:
             self._counts["pulls"] += 1
         return found
 
-    def pull_numbered(self, parts: Sequence[tuple[int, NDArray[np.int64]]], most_bytes: int) -> list[Rows]:
-        """Rows of tables by their ids, for `PullServer`. InputError for more than `most_bytes` of them. While it is
-        pinned, of that."""
-        with self._lock:  # tables come and go
-            tables = self._tables.by_id
+    def pull_numbered(
+        self, parts: Sequence[tuple[int, NDArray[np.int64]]], most_bytes: int, write: Callable[[list[TableKeys]], None]
+    ) -> None:
+        """For `PullServer`: has `write` gather rows of tables by their ids, under the lock. InputError for more than
+        `most_bytes` of them. While it is pinned, of that."""
+        if self._links.error is not None:
+            self.check()
+        with self._lock:
+            tables, pinned = self._tables.by_id, self._pinned
             if unknown := [number for number, _ in parts if number not in tables]:
                 raise UnknownTable(f"this reader has no table of id {unknown[0]}")
             size = sum(4 * tables[number].spec.dim * len(keys) for number, keys in parts)
             if size > most_bytes:
                 raise InputError(f"a pull of {size:,} bytes of rows is over the limit of {most_bytes:,}")
-            found = list[Rows]()
+            found = list[TableKeys]()
             for number, keys in parts:
-                name, dim = tables[number].spec.name, tables[number].spec.dim
-                found.append(self.pull({name: keys.copy()})[name])
-                if (pinned := found[-1].shape[1]) != dim:
-                    text = f"checkpoint {self.pinned}, which is shown, has rows of {pinned} numbers in table {name!r}, "
-                    raise InputError(f"{text}and training has {dim}: ask by gRPC, or have the reader follow")
-        return found
+                table = tables[number] if pinned is None else pinned.table_like(tables[number].spec)
+                found.append(TableKeys(table, table.owned_keys(keys)))
+            write(found)
+            self._counts["pulls"] += 1
+            if pinned is None:
+                self._counts["pulled"] += sum(len(one.keys) for one in found)
 
     @property
     def ranges(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -201,6 +201,13 @@ class ReaderTable:
     def close(self) -> None:
         """Gives the memory back."""
         self._rows.close()
+
+
+class TableKeys(NamedTuple):
+    """What a pull wants of one table."""
+
+    table: ReaderTable
+    keys: NDArray[np.int64]
 
 
 def _bare(spec: TableSpec) -> TableSpec:
