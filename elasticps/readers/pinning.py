@@ -65,22 +65,6 @@ def _readable(storage: Storage, cut: int) -> bool:
     return True
 
 
-def pull_rows(table: ReaderTable, keys: NDArray[np.int64]) -> NDArray[np.float32]:
-    """The rows of these keys, float32 [n, dim]."""
-    rows = np.empty((len(keys), table.spec.dim), np.float32)
-    table.gather(keys, rows)
-    return rows
-
-
-def pull_whole(table: ReaderTable) -> NDArray[np.float32]:
-    """All of a tensor. Raises InputError for a table."""
-    spec = table.spec
-    if spec.shape is None:
-        raise InputError(f"{spec.name!r} is a table: pull keys of it, int64 [n]")
-    blocks = pull_rows(table, np.arange(spec.blocks, dtype=np.int64))
-    return blocks.reshape(-1)[: spec.size].reshape(spec.shape)
-
-
 class CheckpointRows:
     """The rows of a reader's tables in one checkpoint, in local memory. Not thread-safe.
 
@@ -124,7 +108,7 @@ class CheckpointRows:
         found = {}
         for name, named in keys.items():
             table = self._table(name)
-            found[name] = pull_whole(table) if named is None else pull_rows(table, table.owned_keys(named))
+            found[name] = table.pull_whole() if named is None else table.pull(table.owned_keys(named))
         return found
 
     def table_like(self, spec: TableSpec) -> ReaderTable:

@@ -115,22 +115,24 @@ class Reader:
             for name, named in keys.items():
                 table = self._table(name)
                 if named is None:
-                    found[name] = _whole(table)
+                    found[name] = table.pull_whole()
                     continue
                 checked = table.owned_keys(named)
-                rows = found[name] = np.empty((len(checked), table.spec.dim), np.float32)
-                table.gather(checked, rows)
+                found[name] = table.pull(checked)
                 self._counts["pulled"] += len(checked)
             self._counts["pulls"] += 1
         return found
 
     def pull_numbered(
-        self, parts: Sequence[tuple[int, NDArray[np.int64]]], most_bytes: int, write: Callable[[list[TableKeys]], None]
-    ) -> None:
-        """For `PullServer`: has `write` gather rows of tables by their ids, under the lock. InputError for more than
-        `most_bytes` of them. While it is pinned, of that."""
+        self,
+        parts: Sequence[tuple[int, NDArray[np.int64]]],
+        most_bytes: int,
+        gather: Callable[[Sequence[TableKeys]], Bytes],
+    ) -> Bytes:
+        """What `gather` makes, under the lock, of tables by their ids: for `PullServer`. InputError for more than
+        `most_bytes` of rows. While it is pinned, of that."""
         if self._links.error is not None:
-            self.check()
+            raise self._links.error
         with self._lock:
             tables, pinned = self._tables.by_id, self._pinned
             if unknown := [number for number, _ in parts if number not in tables]:
@@ -142,10 +144,9 @@ class Reader:
             for number, keys in parts:
                 table = tables[number] if pinned is None else pinned.table_like(tables[number].spec)
                 found.append(TableKeys(table, table.owned_keys(keys)))
-            write(found)
             self._counts["pulls"] += 1
-            if pinned is None:
-                self._counts["pulled"] += sum(len(one.keys) for one in found)
+            self._counts["pulled"] += 0 if pinned is not None else sum(len(keys) for _, keys in found)
+            return gather(found)
 
     @property
     def ranges(self) -> int:
@@ -423,16 +424,6 @@ class Reader:
 
     def _list(self) -> tuple[list[Callable[[], TableChange]], AsOf]:
         return self._tables.listing(), self._followed()
-
-
-def _whole(table: ReaderTable) -> Rows:
-    """All of a tensor."""
-    spec = table.spec
-    if spec.shape is None:
-        raise InputError(f"{spec.name!r} is a table: pull keys of it, int64 [n]")
-    rows = np.empty((spec.blocks, spec.dim), np.float32)
-    table.gather(np.arange(spec.blocks, dtype=np.int64), rows)
-    return rows.reshape(-1)[: int(np.prod(spec.shape))].reshape(spec.shape)
 
 
 def reader(

@@ -16,7 +16,7 @@ from elasticps.client.inputs import checked_keys
 from elasticps.errors import Closed, ClusterUnreachable, ConfigError, InputError, OtherShare, ServerError, UnknownTable
 from elasticps.model.key_share import MOST_SHARES, KeyShare
 from elasticps.model.spec import TableSpec
-from elasticps.readers.peers import RelayCredentials, check_reader, identity_of
+from elasticps.readers.peers import PeerStream, RelayCredentials, check_reader, identity_of
 from elasticps.security import credentials_of
 from elasticps.security.credentials import Credentials
 from elasticps.security.identity import NotAuthorised
@@ -62,7 +62,7 @@ class RemoteReader:
         self._credentials = credentials if url is None else credentials_of(url)
         self.timeout = timeout  # seconds that a call may take
         self._lock = threading.Lock()  # of the connection
-        self._socket: socket.socket | None = None
+        self._stream: PeerStream | None = None
         self._requests = 0
         self._closed = False
         self._welcome: dict[str, Any] = {}
@@ -181,11 +181,11 @@ class RemoteReader:
                     time.sleep(RETRY_S)
 
     def _once(self, frame: Any, rows: NDArray[np.uint8], timeout_s: float) -> tuple[Header, NDArray[np.uint8]]:
-        if self._socket is None:
-            self._socket = self._connect(timeout_s)
-        self._socket.settimeout(timeout_s)
+        if self._stream is None:
+            self._stream = PeerStream(self._connect(timeout_s), timeout_s)
+        self._stream.timeout_s = timeout_s
         self._requests += 1
-        self._socket.sendall(b"".join(memoryview(one).cast("B") for one in frame(self._requests)))
+        self._stream.send(frame(self._requests))
         header = unpack_header(self._receive(np.empty(HEADER_BYTES, np.uint8)).data)
         if header.kind == Kind.ROWS and header.body == _padded(len(rows)):
             body = self._receive(rows)
@@ -203,10 +203,10 @@ class RemoteReader:
         return header, body
 
     def _receive(self, body: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        assert self._socket is not None
+        assert self._stream is not None
         at = 0
         while at < len(body):
-            n = self._socket.recv_into(body.data[at:])
+            n = self._stream.recv_into(body.data[at:])
             if not n:
                 raise ConnectionResetError(f"{self._name} closed the connection")
             at += n
@@ -227,9 +227,9 @@ class RemoteReader:
         return secured
 
     def _drop(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
 
     def close(self) -> None:
         """Ends it."""
