@@ -97,7 +97,7 @@ class PeerStream:
         # OpenSSL's state is not for two threads at once.
         self._tls = threading.Lock() if isinstance(connection, ssl.SSLSocket) else nullcontext()
         connection.setblocking(False)
-        self._poller = SocketPoller(contention)  # of the thread that receives: awake for a moment where answers come soon
+        self._poller = SocketPoller(contention)  # of the thread that receives; awake for a moment
         self._poller.register(connection.fileno(), READABLE)
 
     def recv_into(self, buffer: memoryview) -> int:
