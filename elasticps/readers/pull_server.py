@@ -22,7 +22,7 @@ from elasticps.errors import Error
 from elasticps.readers.peers import PeerStream, identity_of
 from elasticps.readers.reader import Reader
 from elasticps.readers.relay import Relay, RelayFeed
-from elasticps.readers.rows import TableKeys
+from elasticps.readers.rows import GatheredTable
 from elasticps.security.credentials import Credentials
 from elasticps.security.identity import NotAuthorised, Role
 from elasticps.system.cpu_contention import CpuContention
@@ -194,7 +194,7 @@ class _Answers:
             return
         self._stream.send([frame.data])  # without the reader's lock: the other end may be slow
 
-    def _gather(self, request: int, tables: Sequence[TableKeys]) -> Bytes:
+    def _gather(self, request: int, tables: Sequence[GatheredTable]) -> Bytes:
         """The frame with rows of tables, gathered where they leave from; under the reader's lock, the memory's too."""
         count = sum(len(keys) for _, keys in tables)
         size = sum(4 * table.spec.dim * len(keys) for table, keys in tables)

@@ -22,7 +22,7 @@ from elasticps.readers.core.following import Feed, Wishes
 from elasticps.readers.holding import SEARCH_S, Holding, HoldState
 from elasticps.readers.listeners import Listeners
 from elasticps.readers.peers import reader_name
-from elasticps.readers.rows import ReaderTable, ReaderTables, TableKeys
+from elasticps.readers.rows import GatheredTable, ReaderTable, ReaderTables
 from elasticps.readers.values import AsOf, Listener, ReaderSpec, ReaderStats, TableChange
 from elasticps.store.journal import Journal
 from elasticps.wire.frames import FrameError, Header, Kind
@@ -127,7 +127,7 @@ class Reader:
         self,
         parts: Sequence[tuple[int, NDArray[np.int64]]],
         most_bytes: int,
-        gather: Callable[[Sequence[TableKeys]], Bytes],
+        gather: Callable[[Sequence[GatheredTable]], Bytes],
     ) -> Bytes:
         """What `gather` makes, under the lock, of tables by their ids: for `PullServer`. InputError for more than
         `most_bytes` of rows. While it is pinned, of that."""
@@ -140,10 +140,10 @@ class Reader:
             size = sum(4 * tables[number].spec.dim * len(keys) for number, keys in parts)
             if size > most_bytes:
                 raise InputError(f"a pull of {size:,} bytes of rows is over the limit of {most_bytes:,}")
-            found = list[TableKeys]()
+            found = list[GatheredTable]()
             for number, keys in parts:
                 table = tables[number] if pinned is None else pinned.table_like(tables[number].spec)
-                found.append(TableKeys(table, table.owned_keys(keys)))
+                found.append(GatheredTable(table, table.owned_keys(keys)))
             self._counts["pulls"] += 1
             self._counts["pulled"] += 0 if pinned is not None else sum(len(keys) for _, keys in found)
             return gather(found)

@@ -216,7 +216,7 @@ class ReaderTable:
         self._rows.close()
 
 
-class TableKeys(NamedTuple):
+class GatheredTable(NamedTuple):
     """What a pull wants of one table."""
 
     table: ReaderTable

@@ -70,9 +70,9 @@ def test_rows_land_as_the_model_has_them(trained: Any, monkeypatch: pytest.Monke
                     keys = {name: keys_of(rng, count) for name in model}
                     found = remote.pull(keys)
                     retained += [(found[name], expected(model[name], keys[name])) for name in model]
-            for rows, wanted in retained:  # later answers have not touched those before
+            for rows, full in retained:  # later answers have not touched those before
                 assert rows.flags.writeable
-                np.testing.assert_array_equal(rows, wanted)
+                np.testing.assert_array_equal(rows, full)
 
 
 def test_many_pull_at_once_and_each_gets_its_rows(trained: Any) -> None:
@@ -130,8 +130,8 @@ def test_one_frame_may_name_several_tables(trained: Any, tmp_path: Path) -> None
                 parts = [(name, keys_of(rng, size)) for name, size in zip(shown, sizes, strict=True)]
                 header, body = ask(raw, [(numbers[name], keys) for name, keys in parts])
                 assert (header.kind, header.items) == (Kind.ROWS, sum(sizes))
-                wanted = b"".join(expected(shown[name], keys).tobytes() for name, keys in parts)
-                assert body == wanted + bytes(-len(wanted) % 8)
+                full = b"".join(expected(shown[name], keys).tobytes() for name, keys in parts)
+                assert body == full + bytes(-len(full) % 8)
 
             check(model, (5, 1000, 0))
             check(model, (1, 1, 1))
