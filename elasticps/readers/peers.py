@@ -6,9 +6,11 @@ import os
 import select
 import ssl
 import threading
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from coordinator.core.url import parse
+from elasticps.client.runtime import READABLE, SocketPoller
 from elasticps.errors import ConfigError
 from elasticps.security import credentials_of
 from elasticps.security.credentials import Credentials
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     import socket
 
     from elasticps.security.identity import Expect
+    from elasticps.system.cpu_contention import CpuContention
 
 SCHEME = "reader://"
 
@@ -84,51 +87,59 @@ def reader_name(name: str, credentials: Credentials | None) -> str:
 
 
 class PeerStream:
-    """An accepted connection on which one thread receives while others send, in whole messages."""
+    """A connection on which one thread receives while others send, in whole messages."""
 
-    def __init__(self, connection: socket.socket, timeout_s: float) -> None:
-        """timeout_s: for which nothing may move; then TimeoutError."""
+    def __init__(self, connection: socket.socket, timeout_s: float, contention: CpuContention | None = None) -> None:
+        """timeout_s: for which nothing may move; then TimeoutError. contention: measured by several together."""
         self._connection = connection
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._sending = threading.Lock()
         # OpenSSL's state is not for two threads at once.
-        self._tls = threading.Lock() if isinstance(connection, ssl.SSLSocket) else None
-        if self._tls is not None:
-            connection.setblocking(False)
+        self._tls = threading.Lock() if isinstance(connection, ssl.SSLSocket) else nullcontext()
+        connection.setblocking(False)
+        self._poller = SocketPoller(contention)  # of the thread that receives; awake for a moment
+        self._poller.register(connection.fileno(), READABLE)
 
     def recv_into(self, buffer: memoryview) -> int:
         """As much as there is, at least a byte; 0 when the other end has closed."""
-        if self._tls is None:
-            return self._connection.recv_into(buffer)
         while True:
-            with self._tls:
-                try:
+            try:
+                with self._tls:
                     return self._connection.recv_into(buffer)
-                except ssl.SSLWantReadError:
-                    writes = False
-                except ssl.SSLWantWriteError:
-                    writes = True
-            self._wait(writes)
+            except (BlockingIOError, ssl.SSLWantReadError):
+                moved = bool(self._poller.poll(self.timeout_s))
+            except ssl.SSLWantWriteError:
+                moved = self._wait(select.POLLOUT)
+            if not moved:
+                raise self._late()
 
     def send(self, buffers: list[Buffer]) -> None:
         """Sends all of a message."""
-        data = memoryview(b"".join(memoryview(one).cast("B") for one in buffers))
+        views = [memoryview(one).cast("B") for one in buffers]
+        data = views[0] if len(views) == 1 else memoryview(b"".join(views))
         with self._sending:
-            if self._tls is None:
-                self._connection.sendall(data)
-                return
             while data:
-                with self._tls:
-                    try:
+                try:
+                    with self._tls:
                         data = data[self._connection.send(data) :]
-                        continue
-                    except ssl.SSLWantWriteError:
-                        writes = True
-                    except ssl.SSLWantReadError:
-                        writes = False
-                self._wait(writes)
+                    continue
+                except (BlockingIOError, ssl.SSLWantWriteError):
+                    moved = self._wait(select.POLLOUT)
+                except ssl.SSLWantReadError:
+                    moved = self._wait(select.POLLIN)
+                if not moved:
+                    raise self._late()
 
-    def _wait(self, writes: bool) -> None:
-        one = [self._connection]
-        if not any(select.select([] if writes else one, one if writes else [], [], self._timeout_s)):
-            raise TimeoutError(f"nothing has moved for {self._timeout_s:.0f} s")
+    def close(self) -> None:
+        """Closes the connection."""
+        self._poller.close()
+        self._connection.close()
+
+    def _wait(self, events: int) -> bool:
+        """Whether one of these events comes in time."""
+        poll = select.poll()
+        poll.register(self._connection, events)
+        return bool(poll.poll(1e3 * self.timeout_s))
+
+    def _late(self) -> TimeoutError:
+        return TimeoutError(f"nothing has moved for {self.timeout_s:.0f} s")

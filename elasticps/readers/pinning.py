@@ -21,6 +21,7 @@ from elasticps.wire.windows import RowBlock
 from replication.progress import ERASER
 
 if TYPE_CHECKING:
+    from elasticps.model.spec import TableSpec
     from elasticps.readers.values import ReaderSpec
 
 _NONE = np.empty(0, np.int64)
@@ -62,22 +63,6 @@ def _readable(storage: Storage, cut: int) -> bool:
     except CheckpointError:
         return False
     return True
-
-
-def pull_rows(table: ReaderTable, keys: NDArray[np.int64]) -> NDArray[np.float32]:
-    """The rows of these keys, float32 [n, dim]."""
-    rows = np.empty((len(keys), table.spec.dim), np.float32)
-    table.gather(keys, rows)
-    return rows
-
-
-def pull_whole(table: ReaderTable) -> NDArray[np.float32]:
-    """All of a tensor. Raises InputError for a table."""
-    spec = table.spec
-    if spec.shape is None:
-        raise InputError(f"{spec.name!r} is a table: pull keys of it, int64 [n]")
-    blocks = pull_rows(table, np.arange(spec.blocks, dtype=np.int64))
-    return blocks.reshape(-1)[: spec.size].reshape(spec.shape)
 
 
 class CheckpointRows:
@@ -122,11 +107,23 @@ class CheckpointRows:
         """As `Reader.pull`."""
         found = {}
         for name, named in keys.items():
-            table = self.tables.get(name)
-            if table is None:
-                raise UnknownTable(f"checkpoint {self.name}, which is shown, has no table {name!r}")
-            found[name] = pull_whole(table) if named is None else pull_rows(table, table.owned_keys(named))
+            table = self._table(name)
+            found[name] = table.pull_whole() if named is None else table.pull(table.owned_keys(named))
         return found
+
+    def table_like(self, spec: TableSpec) -> ReaderTable:
+        """The table of this name. UnknownTable if there is none, InputError if its rows are of another length."""
+        table = self._table(spec.name)
+        if table.spec.dim != spec.dim:
+            text = f"checkpoint {self.name}, which is shown, has rows of {table.spec.dim} numbers in table "
+            text += f"{spec.name!r}, and training has {spec.dim}: ask by gRPC, or have the reader follow"
+            raise InputError(text)
+        return table
+
+    def _table(self, name: str) -> ReaderTable:
+        if name not in self.tables:
+            raise UnknownTable(f"checkpoint {self.name}, which is shown, has no table {name!r}")
+        return self.tables[name]
 
     @property
     def rows(self) -> int:

@@ -10,25 +10,26 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from elasticps.errors import Error
 from elasticps.readers.peers import PeerStream, identity_of
 from elasticps.readers.reader import Reader
 from elasticps.readers.relay import Relay, RelayFeed
+from elasticps.readers.rows import GatheredTable
 from elasticps.security.credentials import Credentials
 from elasticps.security.identity import NotAuthorised, Role
+from elasticps.system.cpu_contention import CpuContention
 from elasticps.wire.frames import (
-    LAST,
+    HEADER_BYTES,
     MAX_BODY_BYTES,
     TABLES,
-    Buffer,
     FrameError,
     Header,
     Kind,
@@ -37,12 +38,14 @@ from elasticps.wire.frames import (
     read_tables,
 )
 from elasticps.wire.headers import RowsHeader
+from elasticps.wire.pool import Bytes, Pool
 from elasticps.wire.stream import Assembler
 
 log = logging.getLogger(__name__)
 
 MOST_CONNECTIONS = 256
 SILENT_S = 300.0  # a connection on which nothing comes for so long is closed
+RETAINED_BYTES = 32 << 20  # memory of answers that is kept for the next ones
 
 
 def welcome_of(reader: Reader, name: str, incarnation: int) -> dict[str, Any]:
@@ -72,10 +75,12 @@ class PullServer:
         self._reader = reader
         self._relay = Relay(reader)  # feeds readers that follow this one
         self._credentials = credentials
+        self._memory = Pool(RETAINED_BYTES, RETAINED_BYTES)  # of answers
         self._name = name
         self._incarnation = time.time_ns() // 1000  # of the relay: its journal begins
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=128)
+        self._contention = CpuContention()
         self._connections: set[socket.socket] = set()
         self._lock = threading.Lock()  # of the connections
         bound = self._listener.getsockname()
@@ -118,9 +123,9 @@ class PullServer:
             raw.settimeout(SILENT_S)
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._secured(raw) as connection:
-                stream = PeerStream(connection, SILENT_S)
+                stream = PeerStream(connection, SILENT_S, self._contention)
                 feed = RelayFeed(self._relay, stream.send)
-                answers = _Answers(self._reader, self._welcome, stream.send, feed)
+                answers = _Answers(self._reader, self._welcome, stream, self._memory, feed)
                 assembler = Assembler(answers.frame, MAX_BODY_BYTES)
                 try:
                     while n := stream.recv_into(assembler.buffer):
@@ -131,6 +136,7 @@ class PullServer:
                     raise
                 finally:
                     feed.close()
+                    stream.close()
         except (OSError, FrameError, NotAuthorised) as error:
             log.info("a connection that pulls has ended: %s", error)
         finally:
@@ -158,35 +164,47 @@ class _Answers:
     """Answers the frames of one connection."""
 
     def __init__(
-        self, reader: Reader, welcome: Callable[[], dict[str, Any]], send: Callable[[list[Buffer]], None],
+        self, reader: Reader, welcome: Callable[[], dict[str, Any]], stream: PeerStream, memory: Pool,
         feed: RelayFeed,
     ) -> None:  # fmt: skip
         self._reader = reader
         self._welcome = welcome  # what it says of itself
-        self._send = send
+        self._stream = stream
+        self._memory = memory
         self._feed = feed  # for a reader that follows this one
 
-    def frame(self, header: Header, body: NDArray[np.uint8]) -> None:
+    def frame(self, header: Header, body: Bytes) -> None:
         """Answers a frame. FrameError for one that nobody sends to a reader."""
         if header.kind == Kind.HELLO:
             json_body(body.data)
-            self._send([json_frame(Kind.WELCOME, self._welcome(), request=header.request)])
+            self._stream.send([json_frame(Kind.WELCOME, self._welcome(), request=header.request)])
         elif header.kind == Kind.PULL and header.flags == TABLES:
             self._pull(header, body)
         else:
             self._feed.frame(header, body)
 
-    def _pull(self, header: Header, body: NDArray[np.uint8]) -> None:
+    def _pull(self, header: Header, body: Bytes) -> None:
         try:
-            rows = self._reader.pull_numbered(read_tables(header.items, body), MAX_BODY_BYTES)
+            parts = read_tables(header.items, body)
+            frame = self._reader.pull_numbered(parts, MAX_BODY_BYTES, partial(self._gather, header.request))
         except Error as error:
             code = {"UnknownTable": "unknown-table", "OtherShare": "other-share"}.get(type(error).__name__, "input")
             document = {"code": code, "message": str(error), "share": getattr(error, "share", 0)}
-            self._send([json_frame(Kind.ERROR, document, request=header.request)])
+            self._stream.send([json_frame(Kind.ERROR, document, request=header.request)])
             return
-        count = sum(len(one) for one in rows)
-        size = sum(one.nbytes for one in rows)
-        answer = RowsHeader(header.request, 0, 0, count, True).header(size + (size & 7))
-        assert answer.flags & LAST
-        padding: list[Buffer] = [b"\0" * 4] if size & 7 else []
-        self._send([answer.pack(), *(one.data.cast("B") for one in rows if one.size), *padding])
+        self._stream.send([frame.data])  # without the reader's lock: the other end may be slow
+
+    def _gather(self, request: int, tables: Sequence[GatheredTable]) -> Bytes:
+        """The frame with rows of tables, gathered where they leave from; under the reader's lock, the memory's too."""
+        count = sum(len(keys) for _, keys in tables)
+        size = sum(4 * table.spec.dim * len(keys) for table, keys in tables)
+        header = RowsHeader(request, 0, 0, count, True).header(size + (size & 7))
+        frame = self._memory.take(HEADER_BYTES + header.body)
+        frame.data[:HEADER_BYTES] = header.pack()
+        at = HEADER_BYTES
+        for table, keys in tables:
+            end = at + 4 * table.spec.dim * len(keys)
+            table.gather(keys, frame[at:end].view(np.float32).reshape(len(keys), table.spec.dim))
+            at = end
+        frame[at:] = 0
+        return frame

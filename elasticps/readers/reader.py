@@ -22,7 +22,7 @@ from elasticps.readers.core.following import Feed, Wishes
 from elasticps.readers.holding import SEARCH_S, Holding, HoldState
 from elasticps.readers.listeners import Listeners
 from elasticps.readers.peers import reader_name
-from elasticps.readers.rows import ReaderTable, ReaderTables
+from elasticps.readers.rows import GatheredTable, ReaderTable, ReaderTables
 from elasticps.readers.values import AsOf, Listener, ReaderSpec, ReaderStats, TableChange
 from elasticps.store.journal import Journal
 from elasticps.wire.frames import FrameError, Header, Kind
@@ -115,33 +115,38 @@ class Reader:
             for name, named in keys.items():
                 table = self._table(name)
                 if named is None:
-                    found[name] = _whole(table)
+                    found[name] = table.pull_whole()
                     continue
                 checked = table.owned_keys(named)
-                rows = found[name] = np.empty((len(checked), table.spec.dim), np.float32)
-                table.gather(checked, rows)
+                found[name] = table.pull(checked)
                 self._counts["pulled"] += len(checked)
             self._counts["pulls"] += 1
         return found
 
-    def pull_numbered(self, parts: Sequence[tuple[int, NDArray[np.int64]]], most_bytes: int) -> list[Rows]:
-        """Rows of tables by their ids, for `PullServer`. InputError for more than `most_bytes` of them. While it is
-        pinned, of that."""
-        with self._lock:  # tables come and go
-            tables = self._tables.by_id
+    def pull_numbered(
+        self,
+        parts: Sequence[tuple[int, NDArray[np.int64]]],
+        most_bytes: int,
+        gather: Callable[[Sequence[GatheredTable]], Bytes],
+    ) -> Bytes:
+        """What `gather` makes, under the lock, of tables by their ids: for `PullServer`. InputError for more than
+        `most_bytes` of rows. While it is pinned, of that."""
+        if self._links.error is not None:
+            raise self._links.error
+        with self._lock:
+            tables, pinned = self._tables.by_id, self._pinned
             if unknown := [number for number, _ in parts if number not in tables]:
                 raise UnknownTable(f"this reader has no table of id {unknown[0]}")
             size = sum(4 * tables[number].spec.dim * len(keys) for number, keys in parts)
             if size > most_bytes:
                 raise InputError(f"a pull of {size:,} bytes of rows is over the limit of {most_bytes:,}")
-            found = list[Rows]()
+            found = list[GatheredTable]()
             for number, keys in parts:
-                name, dim = tables[number].spec.name, tables[number].spec.dim
-                found.append(self.pull({name: keys.copy()})[name])
-                if (pinned := found[-1].shape[1]) != dim:
-                    text = f"checkpoint {self.pinned}, which is shown, has rows of {pinned} numbers in table {name!r}, "
-                    raise InputError(f"{text}and training has {dim}: ask by gRPC, or have the reader follow")
-        return found
+                table = tables[number] if pinned is None else pinned.table_like(tables[number].spec)
+                found.append(GatheredTable(table, table.owned_keys(keys)))
+            self._counts["pulls"] += 1
+            self._counts["pulled"] += 0 if pinned is not None else sum(len(keys) for _, keys in found)
+            return gather(found)
 
     @property
     def ranges(self) -> int:
@@ -419,16 +424,6 @@ class Reader:
 
     def _list(self) -> tuple[list[Callable[[], TableChange]], AsOf]:
         return self._tables.listing(), self._followed()
-
-
-def _whole(table: ReaderTable) -> Rows:
-    """All of a tensor."""
-    spec = table.spec
-    if spec.shape is None:
-        raise InputError(f"{spec.name!r} is a table: pull keys of it, int64 [n]")
-    rows = np.empty((spec.blocks, spec.dim), np.float32)
-    table.gather(np.arange(spec.blocks, dtype=np.int64), rows)
-    return rows.reshape(-1)[: int(np.prod(spec.shape))].reshape(spec.shape)
 
 
 def reader(

@@ -16,7 +16,7 @@ from elasticps.client.inputs import checked_keys
 from elasticps.errors import Closed, ClusterUnreachable, ConfigError, InputError, OtherShare, ServerError, UnknownTable
 from elasticps.model.key_share import MOST_SHARES, KeyShare
 from elasticps.model.spec import TableSpec
-from elasticps.readers.peers import RelayCredentials, check_reader, identity_of
+from elasticps.readers.peers import PeerStream, RelayCredentials, check_reader, identity_of
 from elasticps.security import credentials_of
 from elasticps.security.credentials import Credentials
 from elasticps.security.identity import NotAuthorised
@@ -38,6 +38,12 @@ from elasticps.wire.frames import (
 Rows = NDArray[np.float32]
 AT_ONCE_BYTES = 16 << 20  # of rows in one answer
 RETRY_S = 0.1
+_NO_ROWS = np.empty(0, np.uint8)
+
+
+def _padded(size: int) -> int:
+    """Bytes of a body that holds so many."""
+    return (size + 7) & ~7
 
 
 class RemoteReader:
@@ -56,7 +62,7 @@ class RemoteReader:
         self._credentials = credentials if url is None else credentials_of(url)
         self.timeout = timeout  # seconds that a call may take
         self._lock = threading.Lock()  # of the connection
-        self._socket: socket.socket | None = None
+        self._stream: PeerStream | None = None
         self._requests = 0
         self._closed = False
         self._welcome: dict[str, Any] = {}
@@ -130,7 +136,7 @@ class RemoteReader:
         rows = np.empty((len(checked), spec.dim), np.float32)
         most = max(1, AT_ONCE_BYTES // (4 * spec.dim))
         for start in range(0, len(checked), most):
-            rows[start : start + most] = self._pull(number, spec.dim, checked[start : start + most])
+            self._pull(number, checked[start : start + most], rows[start : start + most])
         if named is None and spec.shape is not None:
             return rows.reshape(-1)[: int(np.prod(spec.shape))].reshape(spec.shape)
         return rows
@@ -142,44 +148,50 @@ class RemoteReader:
             raise UnknownTable(f"{self._name} has no table {name!r}; it has {', '.join(sorted(self._specs)) or 'none'}")
         return self._specs[name]
 
-    def _pull(self, number: int, dim: int, keys: NDArray[np.int64]) -> Rows:
+    def _pull(self, number: int, keys: NDArray[np.int64], rows: Rows) -> None:
+        """Receives the rows of keys [n] into rows [n, dim]."""
+
         def frame(request: int) -> list[Buffer]:
             block = table_block(number, len(keys))
             header = Header(Kind.PULL, TABLES, len(block) + keys.nbytes, request, items=1)
             return [header.pack(), block, keys.data.cast("B")]
 
-        header, body = self._ask(frame)
-        if header.kind != Kind.ROWS or header.items != len(keys) or len(body) < 4 * dim * len(keys):
+        header, _ = self._ask(frame, rows.reshape(-1).view(np.uint8))
+        if header.kind != Kind.ROWS or header.items != len(keys) or header.body != _padded(rows.nbytes):
             raise ServerError(f"{self._name} answers a pull with {Kind(header.kind).name} of {header.items} rows")
-        return body[: 4 * dim * len(keys)].view(np.float32).reshape(len(keys), dim)
 
     @property
     def _name(self) -> str:
         return f"the reader at {self._where[0]}:{self._where[1]}"
 
-    def _ask(self, frame: Any) -> tuple[Header, NDArray[np.uint8]]:
-        """Sends a request and returns its answer; again on a new connection if that is lost."""
+    def _ask(self, frame: Any, rows: NDArray[np.uint8] = _NO_ROWS) -> tuple[Header, NDArray[np.uint8]]:
+        """Sends a request and returns its answer; again on a new connection if that is lost. rows: takes the body of
+        ROWS of its length."""
         until_s = time.monotonic() + self.timeout
         with self._lock:
             while True:
                 if self._closed:
                     raise Closed(f"the connection to {self._name} is closed")
                 try:
-                    return self._once(frame, max(0.001, until_s - time.monotonic()))
+                    return self._once(frame, rows, max(0.001, until_s - time.monotonic()))
                 except (OSError, FrameError) as error:
                     self._drop()
                     if time.monotonic() + RETRY_S > until_s:
                         raise ClusterUnreachable(f"{self._name} does not answer: {error}") from error
                     time.sleep(RETRY_S)
 
-    def _once(self, frame: Any, timeout_s: float) -> tuple[Header, NDArray[np.uint8]]:
-        if self._socket is None:
-            self._socket = self._connect(timeout_s)
-        self._socket.settimeout(timeout_s)
+    def _once(self, frame: Any, rows: NDArray[np.uint8], timeout_s: float) -> tuple[Header, NDArray[np.uint8]]:
+        if self._stream is None:
+            self._stream = PeerStream(self._connect(timeout_s), timeout_s)
+        self._stream.timeout_s = timeout_s
         self._requests += 1
-        self._socket.sendall(b"".join(memoryview(one).cast("B") for one in frame(self._requests)))
-        header = unpack_header(self._receive(HEADER_BYTES).data)
-        body = self._receive(header.body)
+        self._stream.send(frame(self._requests))
+        header = unpack_header(self._receive(np.empty(HEADER_BYTES, np.uint8)).data)
+        if header.kind == Kind.ROWS and header.body == _padded(len(rows)):
+            body = self._receive(rows)
+            self._receive(np.empty(header.body - len(rows), np.uint8))
+        else:
+            body = self._receive(np.empty(header.body, np.uint8))
         if header.kind == Kind.ERROR:
             document = json_body(body.data)
             text = str(document.get("message"))
@@ -190,11 +202,11 @@ class RemoteReader:
             raise FrameError(f"{self._name} answers request {header.request} instead of {self._requests}")
         return header, body
 
-    def _receive(self, size: int) -> NDArray[np.uint8]:
-        assert self._socket is not None
-        body, at = np.empty(size, np.uint8), 0
-        while at < size:
-            n = self._socket.recv_into(body.data[at:])
+    def _receive(self, body: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        assert self._stream is not None
+        at = 0
+        while at < len(body):
+            n = self._stream.recv_into(body.data[at:])
             if not n:
                 raise ConnectionResetError(f"{self._name} closed the connection")
             at += n
@@ -215,9 +227,9 @@ class RemoteReader:
         return secured
 
     def _drop(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
 
     def close(self) -> None:
         """Ends it."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.client.inputs import checked_keys
-from elasticps.errors import OtherShare
+from elasticps.errors import InputError, OtherShare
 from elasticps.model.filters import BFloat16, Float16, Int8
 from elasticps.model.key_share import ALL_KEYS, KeyShare, share_of
 from elasticps.model.spec import Assign, TableSpec, Zeros
@@ -132,6 +132,19 @@ class ReaderTable:
         else:
             gather_words(self._rows.header, self._initial.header, keys, self.codec.code, out.ctypes.data, rows)
 
+    def pull(self, keys: NDArray[np.int64]) -> NDArray[np.float32]:
+        """The rows of keys [n], float32 [n, dim]."""
+        rows = np.empty((len(keys), self.spec.dim), np.float32)
+        self.gather(keys, rows)
+        return rows
+
+    def pull_whole(self) -> NDArray[np.float32]:
+        """All of a tensor, in its shape. InputError for a table."""
+        spec = self.spec
+        if spec.shape is None:
+            raise InputError(f"{spec.name!r} is a table: pull keys of it, int64 [n]")
+        return self.pull(np.arange(spec.blocks, dtype=np.int64)).reshape(-1)[: spec.size].reshape(spec.shape)
+
     def apply(self, block: RowBlock, counts: NDArray[np.bool_] | None) -> TableChange:
         """Takes rows as they are now. counts: of which ranges, bool [P], None for all."""
         keys, rows, gone, cleared = block.keys, block.rows, block.gone, block.cleared
@@ -201,6 +214,13 @@ class ReaderTable:
     def close(self) -> None:
         """Gives the memory back."""
         self._rows.close()
+
+
+class GatheredTable(NamedTuple):
+    """What a pull wants of one table."""
+
+    table: ReaderTable
+    keys: NDArray[np.int64]
 
 
 def _bare(spec: TableSpec) -> TableSpec:
