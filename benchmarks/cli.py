@@ -224,11 +224,26 @@ def elastic(
     _print(bench.run(rows=rows, batch=batch, rate=rate, progress=_progress), as_json)
 
 
+class ReaderDtype(enum.StrEnum):
+    """In what a reader has rows."""
+
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    INT8 = "int8"
+
+
 @app.command()
 def readers(
     every: Annotated[float, typer.Option(min=1, help="Milliseconds from window to window.")] = 5.0,
     rows: Annotated[int, typer.Option(min=1, help="Rows of 64 floats, with Adagrad.")] = 200_000,
     layers: Annotated[int, typer.Option(min=0, help="How much workers compute in a step.")] = 6,
+    skew: Annotated[
+        float, typer.Option(min=0, max=4, help="Exponent of Zipf's law for keys, over shuffled ids; 0: uniform.")
+    ] = 0.0,
+    dtype: Annotated[
+        ReaderDtype | None, typer.Option(help="In which the reader has rows.  [default: the table's]")
+    ] = None,
     turns: Annotated[int, typer.Option(min=1, help="Without a reader, with one, with one that is stopped.")] = 5,
     seconds: Seconds = 3.0,
     as_json: Json = False,
@@ -236,9 +251,11 @@ def readers(
     """How soon a reader shows what is committed, and what it costs two workers at full speed."""
     from benchmarks import readers as bench
 
-    _print(
-        bench.run(every_ms=every, rows=rows, layers=layers, turns=turns, seconds=seconds, progress=_progress), as_json
-    )
+    found = bench.run(
+        every_ms=every, rows=rows, layers=layers, skew=skew, dtype=None if dtype is None else dtype.value, turns=turns,
+        seconds=seconds, progress=_progress,
+    )  # fmt: skip
+    _print(found, as_json)
 
 
 @app.command()

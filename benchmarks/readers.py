@@ -25,6 +25,7 @@ from elasticps.model.optimizers import Accumulate, Adagrad
 from elasticps.model.spec import TableSpec, Zeros
 from elasticps.readers import Reader, reader, remote_reader
 from elasticps.readers.pull_server import PullServer
+from elasticps.readers.rows import codec_of
 from elasticps.store import Store, Table
 
 DIM = 64
@@ -35,6 +36,7 @@ LOOKED_S = 0.0002  # between two looks of the reader at the mark
 PULLED = 8192
 DELAY_MS = 50.0  # of the link to the reader behind a relay, in each direction
 LEAST_NICE = 19
+DRAWN = 1 << 20  # skewed keys that a worker draws before it begins, and goes through again and again
 SETTLE_S = 1.0  # a reader that is attached has read its ranges, and is as new as it will be
 
 
@@ -59,11 +61,18 @@ class Cost:
     workers_us: tuple[float, float]
     reader_us: float
 
+    @property
+    def ratio(self) -> float:
+        """A step's processor time in all processes without a reader, by that with one."""
+        without, beside = (servers + workers for servers, workers in zip(self.servers_us, self.workers_us, strict=True))
+        return without / (beside + self.reader_us)
+
 
 @dataclass(frozen=True)
 class ReaderRun:
     """What was measured.
 
+    skew           exponent of the Zipf distribution of the workers' keys, 0: uniform; dtype: the reader's
     readable_ms    from a commit to its row being readable in another process; far_ms: in one behind a relay, over a
                    link that takes 50 ms in each direction
     attached, niced, stopped  training beside a reader, beside one at the least priority, and beside one that is stopped
@@ -73,6 +82,8 @@ class ReaderRun:
     """
 
     every_ms: float
+    skew: float
+    dtype: str
     readable_ms: dict[str, float]
     far_ms: dict[str, float]
     attached: Share
@@ -87,22 +98,48 @@ class ReaderRun:
     def as_dict(self) -> dict[str, object]:
         """For JSON."""
         return {
-            "every_ms": self.every_ms, "readable_ms": self.readable_ms, "far_ms": self.far_ms,
+            "every_ms": self.every_ms, "skew": self.skew, "dtype": self.dtype, "readable_ms": self.readable_ms,
+            "far_ms": self.far_ms,
             "attached": self.attached.ratio, "niced": self.niced.ratio, "stopped": self.stopped.ratio,
-            "samples_per_s": self.attached.without, "cost": asdict(self.cost), "pull_share": self.pull_share,
-            "remote_share": self.remote_share, "bytes_per_row": self.bytes_per_row, "row_bytes": self.row_bytes,
+            "samples_per_s": self.attached.without, "cost": asdict(self.cost), "cost_ratio": self.cost.ratio,
+            "pull_share": self.pull_share, "remote_share": self.remote_share, "bytes_per_row": self.bytes_per_row,
+            "row_bytes": self.row_bytes,
         }  # fmt: skip
 
 
-class RowTrainer(BusyWorker):
-    """A worker that trains at full speed: pulls a batch of rows, computes, pushes. layers: how much it computes."""
+class Keys:
+    """Draws batches of keys below `rows`: uniform, or by Zipf's law with exponent `skew`, over ids that are shuffled,
+    for all workers alike."""
 
-    def __init__(self, url: str, number: int, rows: int, layers: int) -> None:
+    def __init__(self, random: np.random.Generator, rows: int, skew: float) -> None:
+        self._random, self._rows, self._at = random, rows, 0
+        self._drawn: NDArray[np.int64] | None = None
+        if skew > 0:
+            up_to = np.cumsum(np.arange(1, rows + 1) ** -skew)
+            ranks = np.searchsorted(up_to, random.random(DRAWN) * up_to[-1], side="right")
+            self._drawn = np.random.default_rng(rows).permutation(rows)[np.minimum(ranks, rows - 1)]
+
+    def draw(self, count: int) -> NDArray[np.int64]:
+        """So many keys; of those drawn in advance the next ones."""
+        if self._drawn is None:
+            return self._random.integers(0, self._rows, count)
+        if self._at + count > len(self._drawn):
+            self._at = int(self._random.integers(0, count))  # other batches than the last time
+        self._at += count
+        return self._drawn[self._at - count : self._at]
+
+
+class RowTrainer(BusyWorker):
+    """A worker that trains at full speed: pulls a batch of rows, computes, pushes. layers: how much it computes; skew:
+    of its keys."""
+
+    def __init__(self, url: str, number: int, rows: int, layers: int, skew: float = 0.0) -> None:
         super().__init__()
         self.client: Client = connect(url, worker=f"w{number}")
         self.table: SparseTable = self.client.table("rows", dim=DIM, optimizer=Adagrad(lr=0.01))
-        self._rows, self._layers = rows, layers
+        self._layers = layers
         self._random = np.random.default_rng(number)
+        self._keys = Keys(self._random, rows, skew)
         self._steps = 0
 
     def run(self) -> None:
@@ -110,7 +147,7 @@ class RowTrainer(BusyWorker):
             self._random.random(shape, np.float32) / np.float32(DIM) for shape in ((DIM, HIDDEN), (HIDDEN, DIM))
         )
         while not self.ended.is_set():
-            keys = self._random.integers(0, self._rows, BATCH)
+            keys = self._keys.draw(BATCH)
             rows = self.table.pull(keys)
             grads = rows
             for _ in range(self._layers):  # forward and backward, about as a small model does
@@ -232,9 +269,10 @@ class ReaderProcess:
 
 def run(
     every_ms: float = 5.0, rows: int = 200_000, turns: int = 5, seconds: float = 3.0, marks: int = 300,
-    servers: int = 2, dtype: str | None = None, layers: int = 6, progress: Progress = silent,
+    servers: int = 2, dtype: str | None = None, layers: int = 6, skew: float = 0.0, progress: Progress = silent,
 ) -> Result:  # fmt: skip
-    """Two workers at full speed, and a reader beside. layers: how much they compute in a step, 0: nothing."""
+    """Two workers at full speed, and a reader beside. layers: how much they compute in a step, 0: nothing; skew: the
+    exponent of Zipf's law for their keys, 0: uniform; dtype: in which the reader has rows, None for the table's."""
     with LocalCluster(servers=servers, replicas=1) as cluster:
         progress("filling the table")
         with connect(cluster.url, worker="filler") as ps:
@@ -244,7 +282,7 @@ def run(
                 keys = np.arange(start, min(rows, start + (1 << 14)))
                 ps.push({rows_table: (keys, np.ones((len(keys), DIM), np.float32))}).result()
         one = Interpreter(environment={"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"})
-        job = {"url": cluster.url, "rows": rows, "layers": layers}
+        job = {"url": cluster.url, "rows": rows, "layers": layers, "skew": skew}
         trainers = [Process("readers:RowTrainer", one, number=i, **job) for i in range(WORKERS)]
         marker = Process("readers:RowTrainer", one, number=9, **job)
         beside = Process("readers:ReaderProcess", url=cluster.url, every=every_ms / 1e3, dtype=dtype)
@@ -275,9 +313,10 @@ def run(
                 process.close()
     brought = max(after[1] - before[1], 1)
     found = ReaderRun(
-        every_ms, percentiles(late_ms, 50, 99, 100, digits=2), percentiles(far_ms, 50, 99, 100, digits=2), attached,
-        niced, stopped, cost, round(pull_share, 3), round(remote_share, 3),
-        round((after[0] - before[0]) / brought, 1), 8 + 4 * DIM,
+        every_ms, skew, dtype or "float32", percentiles(late_ms, 50, 99, 100, digits=2),
+        percentiles(far_ms, 50, 99, 100, digits=2), attached, niced, stopped, cost, round(pull_share, 3),
+        round(remote_share, 3), round((after[0] - before[0]) / brought, 1),
+        8 + 4 * codec_of(rows_table.spec, dtype).words,
     )  # fmt: skip
     lines = [
         ("commit to readable, p50", f"{found.readable_ms['p50']:.1f} ms"),
@@ -290,11 +329,13 @@ def run(
         ("processor time of servers in a step", "{:.0f} us, with a reader {:.0f}".format(*cost.servers_us)),
         ("processor time of workers in a step", "{:.0f} us, with a reader {:.0f}".format(*cost.workers_us)),
         ("processor time of the reader in a step", f"{cost.reader_us:.0f} us"),
+        ("a step's processor time without a reader", f"{cost.ratio:.3f} of that with one"),
         (f"pull of {PULLED:,} rows", f"{found.pull_share:.2f} of the bare store"),
         ("the same from the reader's process", f"{found.remote_share:.2f} of a pull from servers"),
         ("bytes for each changed row", f"{found.bytes_per_row:.0f}, key and weights {found.row_bytes}"),
     ]
-    title = f"A reader beside {WORKERS} workers, a window every {every_ms:g} ms"
+    keys_are = f"keys by Zipf's law, exponent {skew:g}" if skew else "uniform keys"
+    title = f"A {found.dtype} reader beside {WORKERS} workers, a window every {every_ms:g} ms, {keys_are}"
     return Result(found, [table(title, lines, [("", lambda line: line[0]), ("found", lambda line: line[1])])])
 
 

@@ -1,4 +1,4 @@
-"""Compares progress of workers, by range, with what was sent of it before."""
+"""Progress of workers by range, in runs: what differs from what was sent of it before, and what was received."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ RUN = 4
 """Words of a run: worker, first range, last range, progress."""
 _WORDS = types.Array(types.int64, 1, "C")
 _TABLE = types.Array(types.int64, 2, "C")
+_FLAGS = types.Array(types.boolean, 1, "C", readonly=True)
 
 
 @njit(
@@ -43,6 +44,37 @@ def changed_runs(
             n += 1
             open_run = True
     return n
+
+
+@njit(
+    nogil=True, cache=True, error_model="numpy",
+    signature=(_TABLE, types.int64, _WORDS, _WORDS, _FLAGS, _TABLE),
+)  # fmt: skip
+def take_runs(
+    runs: NDArray[np.int64], start: int, workers: NDArray[np.int64], rows: NDArray[np.int64],
+    counts: NDArray[np.bool_], out: NDArray[np.int64],
+) -> int:  # fmt: skip
+    """Writes runs [k, RUN] from `start` on into out [rows, ranges], where counts[range] says so; returns the index of
+    the first one whose worker is not known, or k. workers: ascending; rows: of `out`, of each of these."""
+    known, before = np.int64(-1), np.int64(0)
+    for i in range(start, runs.shape[0]):
+        worker = runs[i, 0]
+        if known < 0 or worker != before:
+            known, end = np.int64(0), np.int64(workers.shape[0])
+            while known < end:
+                middle = (known + end) // 2
+                if workers[middle] < worker:
+                    known = middle + 1
+                else:
+                    end = middle
+            if known == workers.shape[0] or workers[known] != worker:
+                return i
+            before = worker
+        for r in range(runs[i, 1], runs[i, 2] + 1):
+            if counts[r]:
+                out[rows[known], r] = runs[i, 3]
+    count: int = runs.shape[0]
+    return count
 
 
 def warm() -> None:

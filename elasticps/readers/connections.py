@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 RETRY_S = 0.1  # a server that does not answer for all ranges that it was asked for is asked again
 SILENT_S = 5.0  # a server that has sent nothing for so long, and a few windows, is connected again
 TURN_MOST_S = 0.5  # of that counts between two looks: this process may have been stopped meanwhile
-ACK_BYTES, ACK_WINDOWS = 1 << 20, 64  # an acknowledgement for so many, of 8 MB that may be on their way
+ACK_BYTES, ACK_WINDOWS = 2 << 20, 64  # an acknowledgement for so many, of 8 MB that may be on their way
 Bytes = NDArray[np.uint8]
 
 

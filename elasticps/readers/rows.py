@@ -20,6 +20,7 @@ from elasticps.store import Table, index
 from elasticps.store.cells import cells_of, describe
 from elasticps.store.codec import Codec, decode_rows
 from elasticps.store.journal import first_outside
+from elasticps.store.layout import overwrite_found
 from elasticps.store.native import H_DIM, INT, KEYS, WORDS, copy, linked
 from elasticps.wire.frames import FrameError
 from elasticps.wire.windows import MAX_CELLS, CellDigests, RangePart, ReadRange, RowBlock
@@ -89,6 +90,7 @@ class ReaderTable:
         if not plain:
             stored = replace(stored, dim=self.codec.words, init=Zeros())
         self._rows = Table(stored, number, ranges)
+        self._scratch = np.empty(64, np.int64)  # addresses of a window's rows
         # What keys without a row read as; None where `_rows` says so itself.
         self._initial = (
             None if plain and spec.dtype == "float32" else Table(replace(_bare(spec), shape=None), number, 2)
@@ -188,10 +190,18 @@ class ReaderTable:
             gone = gone[~self._rows.missing(gone)]
             self._rows.delete(gone)
         if len(keys):
-            self._rows.put(keys, rows)
+            self._put(keys, rows)
         if lost:
             gone = np.setdiff1d(np.concatenate([gone, *lost]), keys)
         return TableChange(self.spec.name, self.spec, False, False, gone, keys, rows)
+
+    def _put(self, keys: NDArray[np.int64], rows: NDArray[np.float32]) -> None:
+        if len(keys) > len(self._scratch):
+            self._scratch = np.empty(2 * len(keys), np.int64)
+        keys, rows = np.ascontiguousarray(keys), np.ascontiguousarray(rows)
+        header, scratch = self._rows.header, self._scratch
+        if not overwrite_found(header, keys.ctypes.data, rows.ctypes.data, len(keys), scratch):
+            self._rows.put(keys, rows)
 
     def words_of(self, keys: NDArray[np.int64]) -> NDArray[np.float32]:
         """The rows of keys that have one, as they are kept: [n, words], a copy."""

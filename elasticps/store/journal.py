@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+from numba import types
 from numpy.typing import NDArray
 
 from elasticps.kernels import compiled_once
@@ -42,12 +43,14 @@ from elasticps.store.native import (
     store64,
 )
 from elasticps.store.values import unpack
+from elasticps.wire.pool import Pool
 
 hash_key: Any = _hash_key
 share_index: Any = _share_index
 
 J_WORDS, J_SIZE, J_END, J_OLDEST, J_FIELDS = range(5)
 """Of a journal's header: the ring's address and size, the positions behind the newest entry and of the oldest."""
+POOL_BYTES = 8 << 20
 HEAD = 2  # words before an entry's keys
 
 
@@ -101,21 +104,21 @@ def list_tables(journal: int, start: int, end: int, most: int, out: NDArray[np.i
     return n - 1
 
 
-@linked(WORDS, INT, INT, INT, INT, WORDS, INT, INT, WORDS, WORDS)
+@linked(WORDS, INT, INT, INT, INT, WORDS, INT, INT, types.Array(types.int32, 1, "C"), WORDS)
 def collect(
     h: NDArray[np.int64], journal: int, start: int, end: int, table: int, included: NDArray[np.int64], share: int,
-    shares: int, seen: NDArray[np.int64], out: NDArray[np.int64],
+    shares: int, seen: NDArray[np.int32], out: NDArray[np.int64],
 ) -> int:  # fmt: skip
     """Writes the distinct keys of a table in the entries from `start` to `end`, of ranges r where included[r] is not 0,
-    and of one of so many shares, from 0; returns how many. h: the table's header; seen: slots of a key and the mark of
-    the call that put it there, then the mark of this call, which is a new one. There are at least 4 (end - start) of
-    slots' words: a call uses no more than that, and they stay in a cache."""
+    and of one of so many shares, from 0; returns how many. h: the table's header; seen: scratch, of at least
+    4 (end - start): by slot, which key of `out` is there. It is small, so that it stays in the nearest cache."""
     ring, size = load64(journal + 8 * J_WORDS), load64(journal + 8 * J_SIZE)
     salt, shift = np.uint64(h[H_SALT]), np.uint64(h[H_SHIFT])
     slots = 2
-    while slots < 2 * (end - start) and 4 * slots < seen.shape[0]:
+    while slots < 2 * (end - start):
         slots *= 2
-    mask, mark = np.uint64(slots - 1), seen[seen.shape[0] - 1]
+    seen[:slots] = 0
+    mask = np.uint64(slots - 1)
     n, at = 0, start
     while at < end:
         count = load64(ring + 8 * ((at + 1) % size))
@@ -130,13 +133,12 @@ def collect(
                 if included[np.int64(hashed >> shift)] == 0 or (shares > 1 and share_index(key, shares) != share):
                     continue
                 slot = np.int64(hashed & mask)
-                while seen[2 * slot + 1] == mark and seen[2 * slot] != key:
+                while seen[slot] != 0 and out[seen[slot] - 1] != key:
                     slot = np.int64((np.uint64(slot) + np.uint64(1)) & mask)
-                if seen[2 * slot + 1] != mark:
-                    seen[2 * slot + 1] = mark
-                    seen[2 * slot] = key
+                if seen[slot] == 0:
                     out[n] = key
                     n += 1
+                    seen[slot] = n
         at += HEAD + count
     return n
 
@@ -225,9 +227,10 @@ class Journal:
         self._ring = np.zeros(words, np.int64)  # the entries
         h = self._header = np.zeros(J_FIELDS, np.int64)  # J_…
         h[J_WORDS], h[J_SIZE] = self._ring.ctypes.data, words
-        self._seen = np.zeros(1, np.int64)  # scratch of `collect`
+        self._seen = np.empty(0, np.int32)  # scratch of `collect`
         self._listed = np.zeros(1 << 12, np.int64)  # scratch of `list_tables`
         self._keys = np.zeros((3, 0), np.int64)  # scratch: keys, their rows, those without
+        self._pool = Pool(POOL_BYTES, POOL_BYTES)  # for rows that were read, until they have left
 
     @property
     def address(self) -> int:
@@ -280,28 +283,26 @@ class Journal:
         header: the table's; code, words: of a row as it is to be, see `codec`."""
         most = end - start
         if most > self._keys.shape[1]:
-            size = 1 << (2 * most).bit_length()
-            self._keys, self._seen = np.empty((3, most), np.int64), np.zeros(2 * size + 1, np.int64)
-        self._seen[-1] += 1
+            self._keys, self._seen = np.empty((3, 2 * most), np.int64), np.empty(8 * most, np.int32)
         keys, rows, gone = self._keys
         n = int(collect(header, self.address, start, end, table, included, share.ordinal, share.of, self._seen, keys))
-        return self.look_up(header, keys[:n], code, words, rows, gone)
+        packed = self._pool.take(4 * n * words).view(np.float32).reshape(n, words)
+        return _look_up(header, keys[:n], code, words, rows, gone, packed)
 
-    @staticmethod
-    def look_up(
-        header: NDArray[np.int64], keys: NDArray[np.int64], code: int, words: int, rows: NDArray[np.int64],
-        gone: NDArray[np.int64],
-    ) -> Changed:  # fmt: skip
-        """The rows of keys [n] as words; keys is written over. rows, gone: scratch of as many."""
-        n = len(keys)
-        packed = np.empty((n, words), np.float32)
-        there = int(split(header, keys, rows, gone, n, code, words, packed.ctypes.data))
-        return Changed(keys[:there].copy(), packed[:there], gone[: n - there].copy())
+
+def _look_up(
+    header: NDArray[np.int64], keys: NDArray[np.int64], code: int, words: int, rows: NDArray[np.int64],
+    gone: NDArray[np.int64], packed: NDArray[np.float32],
+) -> Changed:  # fmt: skip
+    n = len(keys)
+    there = int(split(header, keys, rows, gone, n, code, words, packed.ctypes.data))
+    return Changed(keys[:there].copy(), packed[:there], gone[: n - there].copy())
 
 
 def rows_of(header: NDArray[np.int64], keys: NDArray[np.int64], code: int, words: int) -> Changed:
-    """The rows of keys [n], in a table's header, as `Journal.look_up` finds them; the keys stay as they are."""
-    return Journal.look_up(header, keys.copy(), code, words, np.empty_like(keys), np.empty_like(keys))
+    """The rows of keys [n], in a table's header, as `Journal.read` finds them; the keys stay as they are."""
+    packed = np.empty((len(keys), words), np.float32)
+    return _look_up(header, keys.copy(), code, words, np.empty_like(keys), np.empty_like(keys), packed)
 
 
 def warm() -> None:

@@ -8,8 +8,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.model.spec import TableSpec
-from elasticps.store.index import PREFETCH_LINES, ROW_PREFETCH
-from elasticps.store.native import ADDRESS, H_SLOTS_AT, H_STRIDE, STAMP_BIT, copy, kernel, prefetch, prefetch_write
+from elasticps.store.index import PREFETCH_LINES, ROW_PREFETCH, find
+from elasticps.store.native import (
+    ADDRESS,
+    H_DIM,
+    H_SLOTS_AT,
+    H_STALE,
+    H_STRIDE,
+    INT,
+    STAMP_BIT,
+    WORDS,
+    carray,
+    copy,
+    kernel,
+    linked,
+    pointer,
+    prefetch,
+    prefetch_write,
+)
 from elasticps.store.values import blank_row, write_weights
 
 
@@ -52,6 +68,23 @@ def write_slots(h: NDArray[np.int64], slots: NDArray[np.float32], rows: NDArray[
     size = 4 * slots.shape[1]
     for i in range(slots.shape[0]):
         copy(rows[i] + h[H_SLOTS_AT], slots.ctypes.data + i * size, size)
+
+
+@linked(WORDS, INT, INT, INT, WORDS)
+def overwrite_found(h: NDArray[np.int64], keys: int, source: int, n: int, rows: NDArray[np.int64]) -> bool:
+    """Gives the rows of keys [n] these weights, float32 [n, dim], if all have a row with the newest stamp; else changes
+    nothing, and returns False. Of equal keys the last counts. Of a table whose rows are float32 alone. keys, source:
+    addresses; rows: scratch."""
+    size = 4 * h[H_DIM]
+    if find(h, carray(pointer(keys), (n,), np.int64), rows) != 0 or h[H_STALE] != 0:
+        return False
+    for i in range(n + ROW_PREFETCH):
+        if i < n:
+            for line in range((size + 63) // 64):
+                prefetch_write(rows[i] + 64 * line)
+        if i >= ROW_PREFETCH:
+            copy(rows[i - ROW_PREFETCH], source + size * (i - ROW_PREFETCH), size)
+    return True
 
 
 @kernel

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.errors import ConfigError
+from elasticps.kernels.windows import BLOCK, FIRST_BLOCK, RECORDS, locate
 from elasticps.model.key_share import ALL_KEYS, KeyShare
 from elasticps.wire.frames import (
     DIGESTS,
@@ -222,6 +223,19 @@ def _read_block(reader: _Body, ranges: int) -> RowBlock:
     return RowBlock(table, keys, reader.take(n * words, np.float32).reshape(n, words), absent, empty)
 
 
+def _block_at(
+    body: Bytes, words: Ints, table: int, n: int, width: int, gone: int, cleared: int, at: int
+) -> RowBlock:  # fmt: skip
+    """A block whose keys begin at a word of the body."""
+    absent = at + n
+    empty = absent + gone
+    rows = 8 * (empty + cleared)
+    return RowBlock(
+        table, words[at:absent], body[rows : rows + 4 * n * width].view(np.float32).reshape(n, width),
+        words[absent:empty], words[empty : empty + cleared],
+    )  # fmt: skip
+
+
 class Progresses(NamedTuple):
     """Progress of workers that has changed, by ranges: int64 [k, 4], each worker, first range, last range, progress."""
 
@@ -286,14 +300,36 @@ class WindowFrame(NamedTuple):
     @classmethod
     def of(cls, header: Header, body: Bytes, ranges: int) -> WindowFrame:
         """The inverse, views of the body; FrameError."""
+        complete, count = bool(header.flags & LAST), header.items
+        if header.bound or len(body) & 7 or _BLOCK.size * count > len(body):
+            return cls.parse(header, body, ranges)
+        found, words = np.empty(FIRST_BLOCK + BLOCK * count, np.int64), body.view(np.int64)
+        named = header.table if complete else -1
+        well_formed = locate(
+            words, 0, named, count, ranges, MAX_RUNS, MAX_BODY_BYTES // 4, MAX_DIM, found
+        )  # fmt: skip
+        if not well_formed or found[RECORDS]:
+            return cls.parse(header, body, ranges)
+        runs_at, runs, _, _, *numbers = found.tolist()
+        named = max(named, 0)
+        return cls(
+            header.epoch, header.clock, _time_us(header), complete,
+            [_block_at(body, words, *numbers[i : i + BLOCK]) for i in range(0, len(numbers), BLOCK)],
+            words[:named].copy(), words[named : 2 * named].copy(),
+            Progresses(words[runs_at : runs_at + _RUN * runs].reshape(-1, _RUN).copy()),
+        )  # fmt: skip
+
+    @classmethod
+    def parse(cls, header: Header, body: Bytes, ranges: int) -> WindowFrame:
+        """The same, part by part."""
         reader, complete = _Body(body), bool(header.flags & LAST)
         tables, dropped = list[tuple[int, str]](), list[int]()
         if header.bound:
             document = json_body(reader.take(header.bound).tobytes(), MAX_BODY_BYTES)
             tables, dropped = _tables_in(document)
-        time_us = header.worker << 32 | header.wait_ms
-        if header.table > ranges or header.items > len(body) or time_us >= 1 << 62:
-            raise FrameError(f"a WINDOW of {header.table} ranges and {header.items} blocks, read at {time_us} us")
+        time_us = _time_us(header)
+        if header.table > ranges or header.items > len(body):
+            raise FrameError(f"a WINDOW of {header.table} ranges and {header.items} blocks")
         named = positions = np.empty(0, np.int64)
         runs, records = np.empty((0, _RUN), np.int64), list[tuple[int, StepRecord]]()
         if complete:
@@ -312,6 +348,12 @@ class WindowFrame(NamedTuple):
             header.epoch, header.clock, time_us, complete, blocks, named, positions,
             Progresses(runs), records, tables, dropped,
         )  # fmt: skip
+
+
+def _time_us(header: Header) -> int:
+    if (time_us := header.worker << 32 | header.wait_ms) >= 1 << 62:
+        raise FrameError(f"a WINDOW that was read at {time_us} us")
+    return time_us
 
 
 def _tables_in(document: dict[str, Any]) -> tuple[list[tuple[int, str]], list[int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from elasticps.kernels.progress import RUN, changed_runs
+from elasticps.kernels.progress import RUN, changed_runs, take_runs
 from elasticps.wire.windows import Progresses
 
 RANGES = 24
@@ -30,3 +30,31 @@ def test_changed_runs_are_those_between_two_tables(seed: int) -> None:
         n = changed_runs(clocks, rows, columns, workers, ranges, sent, out)
         assert out[: RUN * n].reshape(-1, RUN).tolist() == expected.tolist()
         assert (sent == now).all()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_runs_are_taken_as_a_loop_over_ranges_takes_them(seed: int) -> None:
+    """Up to the first worker that is not known, and only of ranges that count."""
+    random = np.random.default_rng(seed)
+    count = int(random.integers(0, 6))
+    workers = np.sort(random.permutation(20)[:count])
+    rows = random.permutation(8)[:count]
+    counts = random.random(RANGES) < 0.7
+    length = int(random.integers(0, 30))
+    first = random.integers(0, RANGES, length)
+    last = np.minimum(first + random.integers(0, 4, length), RANGES - 1)
+    named = random.choice(workers, length) if count else np.zeros(length, np.int64)
+    named[random.random(length) < 0.05] = 99
+    runs = np.stack([named, first, last, random.integers(0, 9, length)], axis=1)
+    out = random.integers(0, 9, (8, RANGES))
+    expected, start, end = out.copy(), min(2, length), length
+    for i in range(start, length):
+        at = np.flatnonzero(workers == runs[i, 0])
+        if not len(at):
+            end = i
+            break
+        for r in range(runs[i, 1], runs[i, 2] + 1):
+            if counts[r]:
+                expected[rows[at[0]], r] = runs[i, 3]
+    assert take_runs(np.ascontiguousarray(runs), start, workers, rows, counts, out) == end
+    assert (out == expected).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +15,7 @@ RANGES = 16
 def frames(rng: np.random.Generator) -> list[tuple[int, int, int, int]]:
     """Runs of one window: of each worker and range at most one."""
     found = []
-    for worker in range(1, 4):
+    for worker in range(1, 4) if rng.random() < 0.8 else range(1, 12):
         at = 0
         while at < RANGES:
             length = int(rng.integers(1, 4)) if rng.random() < 0.5 else 1
@@ -45,3 +46,12 @@ def test_progress_is_what_servers_have_said_last(seed: int) -> None:
             for row in twin.values():
                 for r in some.tolist():
                     row[r] = 0
+
+
+def test_workers_beyond_the_limit_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elasticps.readers.core.clocks.MOST_WORKERS", 3)
+    clocks = RangeClocks(RANGES)
+    for _ in range(2):
+        clocks.note(np.array([(worker, 0, RANGES - 1, worker << 6) for worker in (9, 4, 7, 2, 8)], np.int64))
+        assert sorted(clocks.progress) == [2, 4, 7]
+    assert all((row == worker << 6).all() for worker, row in clocks.progress.items())

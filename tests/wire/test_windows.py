@@ -133,3 +133,37 @@ def test_runs_join_ranges_that_follow_each_other() -> None:
     before, now = np.zeros((2, 5), np.int64), np.array([[4, 4, 4, 4, 4], [0, 3, 3, 0, 8]])
     found = Progresses.between(np.array([1, 2]), ranges, before, now).runs.tolist()
     assert found == [[1, 0, 2, 4], [1, 5, 6, 4], [2, 1, 2, 3], [2, 6, 6, 8]]
+
+
+def outcome(read: Any, header: Header, body: np.ndarray) -> Any:
+    """A window in plain values, or that there is none."""
+    try:
+        found = read(header, body, RANGES)
+    except FrameError:
+        return None
+    blocks = [(one.table, *(each.tobytes() for each in one[1:]), one.rows.shape) for one in found.blocks]
+    state = [found.ranges.tolist(), found.positions.tolist(), found.progress.runs.tolist(), list(found.records)]
+    return found[:4], blocks, state, list(found.tables), list(found.dropped)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_window_is_located_as_it_is_parsed(seed: int) -> None:
+    """The compiled loop finds the parts that the parser finds, and refuses what that refuses."""
+    rng = np.random.default_rng(seed)
+    complete = bool(rng.random() < 0.7)
+    named = np.flatnonzero(rng.random(RANGES) < 0.4)
+    first = rng.integers(0, RANGES, int(rng.integers(0, 5)))
+    runs = np.stack([first, first, np.minimum(first + 2, RANGES - 1), first * 64], axis=1)
+    records = [(1, record_of(5, 3, np.arange(RANGES) % 2 == 0))] if rng.random() < 0.2 else []
+    blocks = [block(int(rng.integers(0, 5)), int(rng.integers(1, 6))) for _ in range(rng.integers(0, 3))]
+    one = WindowFrame(5, 9, 1, complete, blocks, named, named + 7, Progresses(runs), records)
+    header, body = there((one if complete else WindowFrame(5, 9, 1, False, blocks)).frame())
+    assert outcome(WindowFrame.of, header, body) == outcome(WindowFrame.parse, header, body) is not None
+    for _ in range(300):
+        damaged = body.copy()
+        for _ in range(int(rng.integers(0, 3)) if len(body) else 0):
+            at = int(rng.integers(len(damaged) // 8)) * 8
+            damaged[at : at + 8].view(np.int64)[0] = int(rng.choice([-1, 0, 1, RANGES, 1 << 20, 1 << 32, 1 << 62]))
+        damaged = damaged[: max(0, len(damaged) - int(rng.choice([0, 0, 0, 4, 8, 16])))]
+        changed = header._replace(items=int(rng.choice([len(blocks), len(blocks), 0, 1, 3])))
+        assert outcome(WindowFrame.of, changed, damaged) == outcome(WindowFrame.parse, changed, damaged)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from elasticps.kernels.progress import take_runs
 from replication.progress import PART_BITS
 from replication.step_records import StepRecord
 
 MOST_WORKERS = 1 << 16
+FIRST_ROWS = 4  # of progress; they double as workers come
 
 
 class RangeClocks:
@@ -21,7 +22,10 @@ class RangeClocks:
 
     def __init__(self, ranges: int) -> None:
         self._ranges = ranges
-        self.progress: dict[int, NDArray[np.int64]] = {}
+        self._matrix = np.zeros((FIRST_ROWS, ranges), np.int64)  # of progress
+        self._workers = self._rows = np.empty(0, np.int64)  # ascending, and where in the matrix each is
+        self._all = np.ones(ranges, np.bool_)
+        self.progress: dict[int, NDArray[np.int64]] = {}  # rows of the matrix
         self.records: dict[int, dict[int, NDArray[np.int64]]] = {}
         self.committed: dict[int, int] = {}
 
@@ -36,36 +40,30 @@ class RangeClocks:
     def note(self, runs: NDArray[np.int64], counts: NDArray[np.bool_] | None = None) -> None:
         """Takes what a server says, int64 [k, 4]: worker, first range, last range, progress. counts: of which ranges
         that counts, bool [P], None for all."""
-        if not len(runs):
-            return
-        wide = runs[:, 1] != runs[:, 2]
-        single = runs[~wide] if wide.any() else runs  # mostly all are, where a server has every other range
-        if counts is not None:
-            single = single[counts[single[:, 1]]]
-        ends = (np.flatnonzero(single[1:, 0] != single[:-1, 0]) + 1).tolist()  # of what is said of one worker
-        for start, end in pairwise([0, *ends, len(single)]):
-            mine = single[start:end]
-            if len(mine) and (row := self._row(int(mine[0, 0]))) is not None:
-                row[mine[:, 1]] = mine[:, 3]
-        for worker, first, last, progress in runs[wide].tolist():
-            row = self._row(worker)
-            if row is not None and counts is None:
-                row[first : last + 1] = progress
-            elif row is not None and counts is not None:
-                row[first : last + 1][counts[first : last + 1]] = progress
-        if not runs[:, 3].all():
+        counts, done = self._all if counts is None else counts, 0
+        while (done := int(take_runs(runs, done, self._workers, self._rows, counts, self._matrix))) < len(runs):
+            done += not self._add(runs[done:, 0])
+        if len(runs) and not runs[:, 3].all():
             for worker in np.unique(runs[runs[:, 3] == 0, 0]).tolist():  # it is in the roster no more
                 if worker in self.progress and not self.progress[worker].any():
                     self._forget(worker)
 
-    def _row(self, worker: int) -> NDArray[np.int64] | None:
-        """A worker's progress by range; None if there are too many workers."""
-        row = self.progress.get(worker)
-        if row is None and len(self.progress) < MOST_WORKERS:
-            row = self.progress[worker] = np.zeros(self._ranges, np.int64)
-        return row
+    def _add(self, workers: NDArray[np.int64]) -> bool:
+        """Makes rows for those of these workers that have none; False if there is none, or no room."""
+        new = np.setdiff1d(workers, self._workers)[: MOST_WORKERS - len(self._workers)]
+        known = np.concatenate([self._workers, new])
+        while len(self._matrix) < len(known):
+            self._matrix = np.concatenate([self._matrix, np.zeros_like(self._matrix)])
+        free = np.setdiff1d(np.arange(len(self._matrix)), self._rows)[: len(new)]
+        self._matrix[free] = 0
+        rows, order = np.concatenate([self._rows, free]), np.argsort(known)
+        self._workers, self._rows = known[order], rows[order]
+        self.progress = dict(zip(known.tolist(), (self._matrix[row] for row in rows.tolist()), strict=True))
+        return len(new) > 0
 
     def _forget(self, worker: int) -> None:
+        others = self._workers != worker
+        self._workers, self._rows = self._workers[others], self._rows[others]
         for each in (self.progress, self.records, self.committed):
             each.pop(worker, None)
 

@@ -9,7 +9,7 @@ from elasticps.store.journal import Journal
 from replication.chain import Ranges, Role
 from replication.messages import Seqs
 
-MARK_S = 0.02
+MARK_S = 0.05
 REST_S = 30.0  # the journal goes on for so long without readers: one may come back
 
 
