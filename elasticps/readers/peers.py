@@ -48,14 +48,14 @@ class RelayCredentials(Credentials):
 
 
 class RelayUrl(NamedTuple):
-    """Where a relay listens, host:port, and how to prove who we are there, None without TLS."""
+    """Where relays listen, each host:port, and how to prove who we are there, None without TLS."""
 
-    address: str
+    addresses: tuple[str, ...]
     credentials: RelayCredentials | None
 
 
 def parse_relay(url: str, app: str) -> RelayUrl:
-    """Of reader://host:port, or reader://host:port/cluster?ca=FILE&cert=FILE&key=FILE where the relay has TLS. Raises
+    """Of reader://host:port[,host:port…], with /cluster?ca=FILE&cert=FILE&key=FILE where relays have TLS. Raises
     ConfigError."""
     place, slash, _ = url.removeprefix(SCHEME).partition("/")
     try:
@@ -66,13 +66,11 @@ def parse_relay(url: str, app: str) -> RelayUrl:
             f"cannot use {url!r} as a relay's URL: {reason} (good ones: reader://127.0.0.1:9100, and with TLS "
             "reader://10.0.0.7:9100/demo?ca=ca.crt&cert=reader.crt&key=reader.key)"
         ) from None
-    if len(found.endpoints) != 1:
-        raise ConfigError(f"a reader follows one relay, and {url!r} names {len(found.endpoints)}")
     if found.tls is None or not found.tls.cert:
-        return RelayUrl(found.endpoints[0], None)
+        return RelayUrl(found.endpoints, None)
     credentials = RelayCredentials(found.tls, found.cluster)
     credentials.app = app
-    return RelayUrl(found.endpoints[0], credentials)
+    return RelayUrl(found.endpoints, credentials)
 
 
 def reader_credentials(url: str, app: str) -> Credentials | None:

@@ -442,7 +442,8 @@ def reader(
 
     `url` is as for `connect`, with a certificate of role `reader` or `worker` where there is TLS; or that of an
     `elasticps reader --listen` that feeds others: reader://host:port, with TLS
-    reader://host:port/cluster?ca=FILE&cert=FILE&key=FILE.
+    reader://host:port/cluster?ca=FILE&cert=FILE&key=FILE. Several as reader://host:port,host:port: the next one is
+    followed when one is gone or silent.
 
     `tables`: names, None for all of the application. `share`: (2, 8) for the second eighth of all keys, `share_of` says
     which has a key; tensors are whole in each. `name`: by which servers log it; "": the certificate's, or host and
@@ -464,9 +465,7 @@ def reader(
     if url.startswith("reader://"):
         from elasticps.readers.relay_registry import RelayRegistry  # which imports this module
 
-        relay: Any = RelayRegistry(url, application, Runtime(), timeout)
-        relay.check_dtype(dtype)
-        relay.check_share(spec.share)
+        relay: Any = RelayRegistry(url, spec, Runtime(), timeout)
         return open_reader(relay, spec, reader_name(name, relay.credentials), timeout)
     registry = Registry.open(url, timeout, Runtime())
     return open_reader(registry, spec, reader_name(name, registry.credentials), timeout)

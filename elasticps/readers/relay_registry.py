@@ -1,81 +1,112 @@
-"""What a reader behind a relay has in place of a cluster's registry: a view of one server, the relay."""
+"""What a reader behind relays has in place of a cluster's registry: a view of one server, the relay that it follows."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from coordinator.core.view import ServerInfo, View
 from elasticps.client.registrations import Registration
 from elasticps.client.runtime import Runtime
-from elasticps.errors import ConfigError, Error
+from elasticps.errors import Closed, ClusterUnreachable, ConfigError, Error
 from elasticps.model.key_share import KeyShare
 from elasticps.model.spec import TableSpec
 from elasticps.readers.peers import parse_relay
 from elasticps.readers.remote import RemoteReader
+from elasticps.readers.values import ReaderSpec
+
+log = logging.getLogger(__name__)
+
+TRY_S = 2.0  # for one of several relays to answer, then the next one is tried
 
 
 class RelayRegistry:
-    """The relay at `address`. A relay that was started again is another server in the next view, and all of its ranges
-    have begun anew."""
+    """The relays that a URL names, one of which is followed: as long as it answers, then the next that does. Another
+    relay, or one that was started again, is another server in the next view, and all of its ranges have begun anew:
+    what the reader has is compared with them."""
 
     authenticated = False  # a relay speaks of no views but its own
 
-    def __init__(self, url: str, app: str, runtime: Runtime, timeout_s: float) -> None:
+    def __init__(self, url: str, spec: ReaderSpec, runtime: Runtime, timeout_s: float) -> None:
         """Raises ConfigError, ClusterUnreachable."""
         self.runtime = runtime
+        self._spec = spec
         self._timeout_s = timeout_s
-        self._address, self.credentials = parse_relay(url, app)
-        self._incarnation, self._epoch = 0, 0
-        self._remote = RemoteReader(self._address, timeout=timeout_s, credentials=self.credentials)
+        self._addresses, self.credentials = parse_relay(url, spec.application)
+        self._at = 0  # which is followed
+        self._server: ServerInfo | None = None  # that one, of the newest view
+        self._epoch = 0
+        self._closed = False
+        self._welcome: dict[str, Any] = {}  # what it said of itself
+        self._find(timeout_s, first=True)
 
     @property
     def cluster(self) -> str:
         """The cluster's name."""
-        return str(self._remote.welcome["cluster"])
+        return str(self._welcome["cluster"])
 
     def first_view(self, timeout_s: float) -> View:
-        """The view of the relay as it is now."""
-        self._remote.refresh()
-        found = self._remote.welcome
-        ranges, incarnation = int(found["ranges"]), int(found["incarnation"])
-        if incarnation != self._incarnation:
-            self._incarnation, self._epoch = incarnation, self._epoch + 1
+        """The view of a relay that answers now, the one that is followed if it does."""
+        self._find(timeout_s, first=False)
+        found, ranges = self._welcome, int(self._welcome["ranges"])
+        server = ServerInfo(f"relay-{self._at + 1}", int(found["incarnation"]), self._addresses[self._at])
+        if server != self._server:
+            self._server, self._epoch = server, self._epoch + 1
         one, nobody = np.zeros((ranges, 1), np.int32), np.full(ranges, -1, np.int32)
         epochs = np.full(ranges, self._epoch, np.int64)
-        server = ServerInfo("relay", incarnation, self._address)
         return View(
             str(found["identity"]), self._epoch, ranges, 1, (server,), one, nobody, epochs, "relay",
             recovery_epoch=epochs,
         )  # fmt: skip
 
-    def check_dtype(self, dtype: str | None) -> None:
-        """ConfigError unless rows are kept there in this type: a relay sends them as they are."""
-        theirs = self._remote.welcome["dtype"]
-        if theirs != dtype:
-            self.close()
-            raise ConfigError(
-                f"the relay at {self._address} keeps rows as dtype={theirs!r}, not {dtype!r}: ask for the same"
-            )
+    def _find(self, timeout_s: float, *, first: bool) -> None:
+        """Asks relays in turn until one answers that can be followed, from the present one on. first: one that answers,
+        and cannot be, is an error; later the next one is tried."""
+        count, until_s = len(self._addresses), self.runtime.monotonic() + timeout_s
+        try_s = timeout_s if count == 1 else min(TRY_S, timeout_s)
+        while True:
+            errors = list[Error]()
+            for at in ((self._at + i) % count for i in range(count)):
+                if self._closed:
+                    raise Closed("the reader is closed")
+                try:
+                    self._welcome, self._at = self._ask(self._addresses[at], try_s), at
+                    return
+                except Error as error:
+                    if first and not isinstance(error, ClusterUnreachable):
+                        raise
+                    log.debug("the relay at %s cannot be followed: %s", self._addresses[at], error)
+                    errors.append(error)
+            if self.runtime.monotonic() >= until_s or count == 1:
+                raise errors[0] if count == 1 else ClusterUnreachable("; ".join(map(str, errors)))
 
-    def check_share(self, share: KeyShare) -> None:
-        """ConfigError unless the relay has all rows of a share."""
-        theirs = KeyShare.parse(str(self._remote.welcome["share"]))
-        if not theirs.includes(share):
-            self.close()
+    def _ask(self, address: str, timeout_s: float) -> dict[str, Any]:
+        """What the relay there says of itself. Raises ConfigError for one that cannot feed this reader."""
+        with RemoteReader(address, timeout=timeout_s, credentials=self.credentials) as remote:
+            found = remote.welcome
+        where, theirs, spec = f"the relay at {address}", KeyShare.parse(str(found["share"])), self._spec
+        if found["dtype"] != spec.dtype:
+            raise ConfigError(f"{where} keeps rows as dtype={found['dtype']!r}, not {spec.dtype!r}: ask for the same")
+        if not theirs.includes(spec.share):
             raise ConfigError(
-                f"the relay at {self._address} has share {theirs} of all keys, and not {share}: follow the servers, or "
-                "a relay that has all"
+                f"{where} has share {theirs} of all keys, and not {spec.share}: follow the servers, or a relay that "
+                "has all"
             )
+        if self._welcome and found["identity"] != self._welcome["identity"]:
+            raise ConfigError(f"{where} is of cluster {found['identity']!r}, not {self._welcome['identity']!r}")
+        return found
 
     def ask_view(self, on_view: Callable[[View | None], None]) -> None:
-        """Asks the relay who it is now, in a thread of its own."""
+        """Asks the relays who answers now, in a thread of its own."""
 
         def ask() -> None:
             try:
                 view = self.first_view(self._timeout_s)
-            except Error:
+            except Error as error:
+                log.warning("no relay can be followed: %s", error)
                 view = None
             on_view(view)
 
@@ -83,10 +114,9 @@ class RelayRegistry:
 
     def tables(self, app: str, timeout_s: float) -> dict[str, Registration]:
         """The tables that the relay has, by name."""
-        found = self._remote.welcome["tables"]
-        specs = [(int(number), TableSpec.from_json(text)) for number, text in found]
+        specs = [(int(number), TableSpec.from_json(text)) for number, text in self._welcome["tables"]]
         return {spec.name: Registration(number, spec, 0, "", True, 0) for number, spec in specs}
 
     def close(self) -> None:
         """Ends it."""
-        self._remote.close()
+        self._closed = True

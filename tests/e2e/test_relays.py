@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 from collections.abc import Iterator
 
@@ -11,7 +13,9 @@ import pytest
 import elasticps as eps
 from elasticps.readers.pull_server import PullServer
 from elasticps.wire.windows import ReadRange, Subscribe
-from tests.e2e.test_readers import KEYS, push, shows, table_of
+from tests.e2e.test_readers import KEYS, push, shows, table_of, training
+from tests.e2e.test_readers_through_changes import equals
+from tests.processes import reader_process
 from tests.waiting import eventually
 
 RANGES = 32
@@ -43,3 +47,53 @@ def test_a_reader_that_takes_nothing_does_not_hold_up_its_relay(own: eps.LocalCl
                 eventually(shows(first, users))
                 with eps.remote_reader(relay.address) as remote:
                     assert (remote.pull({"users": KEYS})["users"] == users.pull(KEYS)).all()
+
+
+@pytest.mark.parametrize("ends", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_reader_goes_on_at_another_relay(own: eps.LocalCluster, ends: signal.Signals) -> None:
+    """Its relay is gone, or says nothing: the reader compares what it has with another's, and reads what differs."""
+    rng = np.random.default_rng(2)
+    with eps.connect(own.url, worker="w0") as ps:
+        users, still = table_of(ps), ps.table("still", dim=64, optimizer=eps.SGD(lr=0.1))
+        many = np.arange(20_000)
+        ps.push({still: (many, rng.random((len(many), 64), np.float32))}).result()
+        push(ps, users, rng)
+        with (
+            reader_process(own.url) as (first, one),
+            reader_process(own.url) as (_, other),
+            eps.reader(f"reader://{one['pulls']},{other['pulls']}", every=0.005) as outer,
+        ):
+            eventually(shows(outer, users))
+            filled = outer.stats().fill_bytes
+            os.kill(first.pid, ends)
+            with training(ps, users) as count:
+                eventually(lambda: count() > 50)
+            users.delete(KEYS[:300])
+            eventually(lambda: equals(outer, users), 60.0)
+            eventually(lambda: equals(outer, still), 60.0)
+            eventually(lambda: outer.age < 2.0)
+            assert outer.stats().fill_bytes - filled < still.spec.dim * 4 * len(many) / 4  # most of it was here
+            outer.hold(timeout=30)
+            outer.release()
+
+
+def test_a_reader_begins_at_the_relay_that_answers(own: eps.LocalCluster) -> None:
+    """The first of those that its URL names is gone, the second keeps rows in another type."""
+    rng = np.random.default_rng(3)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        gone = f"127.0.0.1:{listener.getsockname()[1]}"
+    with eps.connect(own.url, worker="w0") as ps:
+        users = table_of(ps)
+        push(ps, users, rng)
+        with (
+            eps.reader(own.url, every=0.005) as first,
+            PullServer(first, "127.0.0.1", 0) as relay,
+            eps.reader(own.url, dtype="int8") as short,
+            PullServer(short, "127.0.0.1", 0) as unlike,
+        ):
+            with eps.reader(f"reader://{gone},{relay.address}", every=0.005) as outer:
+                eventually(lambda: equals(outer, users))
+            with pytest.raises(eps.ConfigError, match="ask for the same"):
+                eps.reader(f"reader://{gone},{unlike.address}", timeout=10)
+            with pytest.raises(eps.ClusterUnreachable, match=gone):
+                eps.reader(f"reader://{gone},127.0.0.1:1", timeout=1)

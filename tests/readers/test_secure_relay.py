@@ -100,7 +100,8 @@ def test_who_is_no_reader_of_the_application_feeds_nobody(secure: eps.LocalClust
 
 
 def test_urls_of_relays_are_checked() -> None:
-    assert parse_relay("reader://10.0.0.7:9100", "default") == ("10.0.0.7:9100", None)
-    for wrong in ("reader://", "reader://a:1,b:2", "reader://a:1/x?cert=c", "reader://a:1/x?nothing=1", "reader://a:x"):
+    assert parse_relay("reader://10.0.0.7:9100", "default") == (("10.0.0.7:9100",), None)
+    assert parse_relay("reader://a:1,b:2", "default").addresses == ("a:1", "b:2")
+    for wrong in ("reader://", "reader://a:1,a:1", "reader://a:1/x?cert=c", "reader://a:1/x?nothing=1", "reader://a:x"):
         with pytest.raises(eps.ConfigError, match="relay"):
             parse_relay(wrong, "default")

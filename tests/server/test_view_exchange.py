@@ -84,7 +84,8 @@ def test_few_servers_send_a_short_view_at_once() -> None:
     for one, base in ((new, None), (old, VIEW)):
         (frame,) = one.frames
         view = read_view(unpack_header(frame), np.frombuffer(frame, np.uint8)[HEADER_BYTES:], base)
-        assert view is not None and view.digest == newer.digest
+        assert view is not None
+        assert view.digest == newer.digest
         assert one.notified_epoch == 2
     assert {unpack_header(one.frames[0]).kind for one in (new, old)} <= {Kind.VIEW, Kind.VIEW_DIFFERENCE}
     notifier.tell_all([new, old])
