@@ -22,8 +22,8 @@ class ViewNotifier:
     """Sends the newest view, once per connection and epoch, and refusals. Who has one of the views before gets the
     difference. `soon(f)` calls f in the loop's next turn; errors: makes and counts the server's ERROR frames.
 
-    Unasked, workers of a large cluster get only the epoch, and ask one server for that view: those that head ranges of a
-    server that died all speak to each worker. Where all of them together send little, they send the view at once.
+    Unasked, workers of a large cluster get only the epoch, and ask one server for that view: those that head ranges of
+    a server that died all speak to each worker. Where all of them together send little, they send the view at once.
     """
 
     def __init__(self, soon: Callable[[Callable[[], None]], object]) -> None:
