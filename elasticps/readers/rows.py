@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +19,10 @@ from elasticps.readers.values import TableChange
 from elasticps.store import Table, index
 from elasticps.store.cells import cells_of, describe
 from elasticps.store.codec import Codec, decode_rows
+from elasticps.store.index import ROW_PREFETCH
 from elasticps.store.journal import first_outside
 from elasticps.store.layout import overwrite_found
-from elasticps.store.native import H_DIM, INT, KEYS, WORDS, copy, linked
+from elasticps.store.native import H_DIM, INT, KEYS, WORDS, copy, kernel, linked, prefetch
 from elasticps.wire.frames import FrameError
 from elasticps.wire.windows import MAX_CELLS, CellDigests, RangePart, ReadRange, RowBlock
 
@@ -43,12 +44,16 @@ def gather_words(
 ) -> None:  # fmt: skip
     """The rows of keys [n] as float32 at `target`: decoded from words in a table with header `h`; of keys without a
     row as a table with header `initial`, which is empty, has them. rows: scratch."""
-    index.gather_to(initial, keys, target, rows)
-    index.find(h, keys, rows)
-    dim = initial[H_DIM]
-    for i in range(keys.shape[0]):
-        if rows[i] != 0:
-            decode_rows(code, rows[i], 1, dim, target + 4 * dim * i, h[H_DIM])
+    n, dim, words = keys.shape[0], initial[H_DIM], h[H_DIM]
+    if index.find(h, keys, rows):
+        _gather_missing(initial, keys, target, rows)
+    for i in range(n + ROW_PREFETCH):
+        if i < n and rows[i]:
+            for line in range((4 * words + 63) // 64):
+                prefetch(rows[i] + 64 * line)
+        at = i - ROW_PREFETCH
+        if at >= 0 and rows[at]:
+            decode_rows(code, rows[at], 1, dim, target + 4 * dim * at, words)
 
 
 @linked(WORDS, WORDS, KEYS, INT, WORDS)
@@ -57,6 +62,12 @@ def gather_floats(
 ) -> None:
     """The same of rows that are kept as float32, of a table whose initial rows are rounded to two bytes."""
     index.gather_to(h, keys, target, rows)
+    _gather_missing(initial, keys, target, rows)
+
+
+@kernel
+def _gather_missing(initial: NDArray[np.int64], keys: NDArray[np.int64], target: int, rows: NDArray[np.int64]) -> None:
+    """The rows of those keys whose row was not found, as the empty table with header `initial` has them."""
     missing = 0
     for i in range(keys.shape[0]):
         missing += rows[i] == 0
