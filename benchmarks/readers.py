@@ -64,8 +64,17 @@ class Cost:
     @property
     def ratio(self) -> float:
         """A step's processor time in all processes without a reader, by that with one."""
-        without, beside = (servers + workers for servers, workers in zip(self.servers_us, self.workers_us, strict=True))
+        without, beside = self._training_us()
         return without / (beside + self.reader_us)
+
+    @property
+    def training_ratio(self) -> float:
+        """The same of servers and workers alone: what is left of training where the reader has a core for itself."""
+        without, beside = self._training_us()
+        return without / beside
+
+    def _training_us(self) -> list[float]:
+        return [servers + workers for servers, workers in zip(self.servers_us, self.workers_us, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -102,6 +111,7 @@ class ReaderRun:
             "far_ms": self.far_ms,
             "attached": self.attached.ratio, "niced": self.niced.ratio, "stopped": self.stopped.ratio,
             "samples_per_s": self.attached.without, "cost": asdict(self.cost), "cost_ratio": self.cost.ratio,
+            "training_ratio": self.cost.training_ratio,
             "pull_share": self.pull_share, "remote_share": self.remote_share, "bytes_per_row": self.bytes_per_row,
             "row_bytes": self.row_bytes,
         }  # fmt: skip
@@ -330,6 +340,7 @@ def run(
         ("processor time of workers in a step", "{:.0f} us, with a reader {:.0f}".format(*cost.workers_us)),
         ("processor time of the reader in a step", f"{cost.reader_us:.0f} us"),
         ("a step's processor time without a reader", f"{cost.ratio:.3f} of that with one"),
+        ("the same of servers and workers alone", f"{cost.training_ratio:.3f}"),
         (f"pull of {PULLED:,} rows", f"{found.pull_share:.2f} of the bare store"),
         ("the same from the reader's process", f"{found.remote_share:.2f} of a pull from servers"),
         ("bytes for each changed row", f"{found.bytes_per_row:.0f}, key and weights {found.row_bytes}"),
