@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +47,8 @@ def test_two_shares_have_every_row_once_through_a_drain_and_growth(own: eps.Loca
 
         eventually(lambda: all("users" in reader.tables for reader in (first, second)))
         eventually(together)
-        for step, change in enumerate((lambda: own.drain("s1"), lambda: own.scale(4))):
+        changes: list[Callable[[], object]] = [lambda: own.drain("s1"), lambda: own.scale(4)]
+        for step, change in enumerate(changes):
             with training(ps, users) as count:
                 eventually(lambda: count() > 10)
                 change()
@@ -67,8 +69,7 @@ def test_an_empty_etcd_is_followed_when_the_cluster_is_there_again(own: eps.Loca
         eventually(shows(reader, users))
         last = users.pull(KEYS)
         own.stop_etcd()
-        for folder in (f for f in Path(own.directory).glob("etcd*") if f.is_dir()):
-            shutil.rmtree(folder)
+        shutil.rmtree(own.directory / "etcd")
         assert (reader.pull({"users": KEYS})["users"] == last).all()
         own.start_etcd()
         with training(ps, users) as count:
