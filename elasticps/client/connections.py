@@ -379,6 +379,11 @@ _EARLIER = (
     "(docs/guides/machines.md), or make the table without admission, eviction and usage"
 )
 
+_CERTIFICATE = (
+    "Name the certificate of this application and role as cert= and key= in the URL; elasticps certificates makes one "
+    "(docs/guides/serve.md for readers)"
+)
+
 
 def server_error(document: Mapping[str, Any], server: str) -> Exception:
     """What a refusal is raised as."""
@@ -398,13 +403,13 @@ def server_error(document: Mapping[str, Any], server: str) -> Exception:
     return ServerError(f"server {server} refused: {text}")
 
 
-def ending_error(document: Mapping[str, Any], server: str) -> Error | None:
-    """What ends the client, if a refusal does."""
+def ending_error(document: Mapping[str, Any], server: str, who: str = "worker") -> Error | None:
+    """What ends a client (`who`), if a refusal does."""
     code, text = document.get("code"), str(document.get("message"))
     if code == "fenced":
         return Closed(text)
     if code == "identity":
-        return ConfigError(f"server {server} does not let this worker in: {text}")
+        return ConfigError(f"server {server} does not let this {who} in: {text}. {_CERTIFICATE}")
     if code == "version":
         return VersionMismatch(f"server {server}: {text}")
     return None

@@ -193,7 +193,7 @@ class ReaderConnections:
 
     def _on_error(self, link: Link, feed: Feed | None, header: Header, document: dict[str, object]) -> None:
         code, text, epoch = document.get("code"), str(document.get("message")), document.get("epoch")
-        if (ending := ending_error(document, link.server.name)) is not None:
+        if (ending := ending_error(document, link.server.name, "reader")) is not None:
             self.end(ending)
         elif code == "stale-view" and feed is not None:
             self._new_views.need(epoch if isinstance(epoch, int) else header.epoch)

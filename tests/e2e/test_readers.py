@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -20,6 +19,7 @@ import elasticps as eps
 from elasticps.readers import AppliedWindow
 from elasticps.readers.pull_server import PullServer
 from elasticps.security.identity import Role
+from tests.processes import reader_process
 from tests.waiting import eventually
 
 KEYS = np.arange(3000)
@@ -315,32 +315,27 @@ def test_others_pull_from_a_reader_s_process(own: eps.LocalCluster) -> None:
         users = table_of(ps)
         weights = ps.tensor("w", init=rng.random((5, 7), np.float32), optimizer=eps.SGD(lr=0.1))
         push(ps, users, rng)
-        command = [sys.executable, "-m", "elasticps", "reader", "--url", own.url, "--listen", "127.0.0.1:0"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            try:
-                address = json.loads(process.stdout.readline())["pulls"]
-                with eps.remote_reader(address) as remote:
-                    assert set(remote.tables) == {"users", "w"}
-                    push(ps, users, rng)
-                    expected = users.pull(KEYS)
-                    eventually(lambda: bool((remote.pull({"users": KEYS})["users"] == expected).all()))
-                    assert (remote.pull({"w": None})["w"] == weights.pull()).all()
-                    assert remote.pull({"users": KEYS[:0]})["users"].shape == (0, DIM)
-                    assert remote.age < 5
-                    assert max(remote.steps.values()) == ps.clock
-                    with pytest.raises(eps.UnknownTable, match="has no table 'items'"):
-                        remote.pull({"items": KEYS})
-                    table_of(ps, "items")
+        with reader_process(own.url) as (_, ready):
+            address = ready["pulls"]
+            with eps.remote_reader(address) as remote:
+                assert set(remote.tables) == {"users", "w"}
+                push(ps, users, rng)
+                expected = users.pull(KEYS)
+                eventually(lambda: bool((remote.pull({"users": KEYS})["users"] == expected).all()))
+                assert (remote.pull({"w": None})["w"] == weights.pull()).all()
+                assert remote.pull({"users": KEYS[:0]})["users"].shape == (0, DIM)
+                assert remote.age < 5
+                assert max(remote.steps.values()) == ps.clock
+                with pytest.raises(eps.UnknownTable, match="has no table 'items'"):
+                    remote.pull({"items": KEYS})
+                table_of(ps, "items")
 
-                    def has_the_new_table() -> bool:
-                        remote.refresh()
-                        return "items" in remote.tables
+                def has_the_new_table() -> bool:
+                    remote.refresh()
+                    return "items" in remote.tables
 
-                    eventually(has_the_new_table)
-                    assert (remote.pull({"items": KEYS})["items"] == ps.open("items").pull(KEYS)).all()  # type: ignore[arg-type]
-            finally:
-                process.terminate()
+                eventually(has_the_new_table)
+                assert (remote.pull({"items": KEYS})["items"] == ps.open("items").pull(KEYS)).all()  # type: ignore[arg-type]
         with pytest.raises(eps.ClusterUnreachable, match="the reader at 127"):
             eps.remote_reader(address, timeout=1)
     with pytest.raises(eps.ConfigError, match="listens at host:port"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -203,7 +204,11 @@ def test_a_reader_with_tls_reads_its_application_and_changes_nothing(local_clust
         assert ask("readers", "follow", reader.grpc, "--url", url_of("operator/me"), "--json")["pinned"] == ""
     other = ask("reader", "--url", url_of("reader/shop/r0"), "--app", "ads", code=2)
     assert "reader/shop/r0" in other["error"]
-    with pytest.raises(eps.Error):  # a reader trains nothing
+    mends = "cert= and key= in the URL; elasticps certificates"
+    with pytest.raises(eps.ConfigError, match=r"reader/ads/r0, not .*worker/ads/w0"):  # it trains nothing
         eps.connect(url_of("reader/ads/r0"), worker="w0", app="ads", timeout=5)
-    with pytest.raises(eps.Error):  # nor reads what is not its application's
-        eps.reader(url_of("reader/shop/r0"), application="ads", timeout=5)
+    for who in ("reader/shop/r0", "worker/shop/*"):  # nor reads what is not its application's
+        with pytest.raises(eps.ConfigError, match=rf"s0 does not let this reader in: .*{re.escape(who)}, .*{mends}"):
+            eps.reader(url_of(who), application="ads", timeout=5)
+    with eps.reader(url_of("worker/ads/*"), application="ads", timeout=5) as mine:  # a worker may read what it trains
+        assert (mine.pull({"users": KEYS})["users"] == rows).all()
