@@ -1,4 +1,4 @@
-"""Readers at borders: shares through drains and growth, pins while rows come again, an etcd that lost all it had."""
+"""Readers at borders: shares through drains and growth, pins while servers die and come, an etcd that lost all."""
 
 from __future__ import annotations
 
@@ -67,12 +67,16 @@ def test_an_empty_etcd_is_followed_when_the_cluster_is_there_again(own: eps.Loca
         push(ps, users, rng)
         eventually(lambda: "users" in reader.tables)
         eventually(shows(reader, users))
-        last = users.pull(KEYS)
+        last, admin = users.pull(KEYS), own.servers[0].admin
         own.stop_etcd()
         shutil.rmtree(own.directory / "etcd")
         assert (reader.pull({"users": KEYS})["users"] == last).all()
         own.start_etcd()
         with training(ps, users) as count:
+            eventually(lambda: count() > 20, 60.0)
+            adopt = [sys.executable, "-m", "elasticps", "cluster", "adopt", "--url", own.url, "--server", admin]
+            subprocess.run(adopt, check=True, capture_output=True)
+            own.kill("s1")  # the view without it is in the new etcd
             before = count()
             eventually(lambda: count() > before + 20, 60.0)
         eventually(lambda: equals(reader, users), 60.0)
@@ -80,14 +84,14 @@ def test_an_empty_etcd_is_followed_when_the_cluster_is_there_again(own: eps.Loca
         reader.check()
 
 
-def test_a_pinned_reader_follows_while_it_is_filled_again(own: eps.LocalCluster, tmp_path: Path) -> None:
+def test_a_pinned_reader_follows_what_a_death_and_a_new_server_left(own: eps.LocalCluster, tmp_path: Path) -> None:
     """Pinned, it shows the checkpoint's rows, whatever dies meanwhile; then what the tails have."""
     rng = np.random.default_rng(23)
     place = f"file://{tmp_path}/checkpoints"
     with eps.connect(own.url, worker="w0") as ps, eps.reader(own.url, every=0.005) as reader:
         users = table_of(ps)
         push(ps, users, rng, 3000)
-        kept = users.pull(KEYS)
+        in_checkpoint = users.pull(KEYS)
         made = [sys.executable, "-m", "elasticps", "checkpoint", "create", place, "--url", own.url]
         subprocess.run(made, check=True, capture_output=True)
         push(ps, users, rng, 3000)
@@ -98,12 +102,12 @@ def test_a_pinned_reader_follows_while_it_is_filled_again(own: eps.LocalCluster,
             own.kill("s1")
             before = count()
             eventually(lambda: count() > before + 10)
-            assert (reader.pull({"users": KEYS})["users"] == kept).all()
+            assert (reader.pull({"users": KEYS})["users"] == in_checkpoint).all()
             own.start_server()
             users.delete(KEYS[:200])
-            assert (reader.pull({"users": KEYS})["users"] == kept).all()
+            assert (reader.pull({"users": KEYS})["users"] == in_checkpoint).all()
             reader.follow()  # a server comes, and ranges go to it
-            assert not (reader.pull({"users": KEYS})["users"] == kept).all()
+            assert not (reader.pull({"users": KEYS})["users"] == in_checkpoint).all()
             assert not reader.pinned
         users.delete(KEYS[200:300])
         eventually(lambda: equals(reader, users), 60.0)
