@@ -342,7 +342,7 @@ def test_stories_find_planted_bugs_of_checkpoints(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
-    for seed in range(16):
+    for seed in range(40):
         story = CheckpointStory(seed, compiled=False)
         try:
             story.run(60)
