@@ -38,9 +38,6 @@ class Heads:
         self._at: NDArray[np.int32] = np.full(ranges, -1, np.int32)  # by range, the head among the members
         self._last: Progress = np.zeros(ranges, np.int64)  # progress by range, where a head's `last` does not say it
 
-    def __len__(self) -> int:
-        return len(self.by_member)
-
     def of(self, r: int) -> Head | None:
         """The head of a range, None if it has none now."""
         at = self._at[r]
