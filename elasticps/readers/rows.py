@@ -22,7 +22,7 @@ from elasticps.store.codec import Codec, decode_rows
 from elasticps.store.index import ROW_PREFETCH
 from elasticps.store.journal import first_outside
 from elasticps.store.layout import overwrite_found
-from elasticps.store.native import H_DIM, INT, KEYS, WORDS, copy, kernel, linked, prefetch
+from elasticps.store.native import H_DIM, INT, KEYS, WORDS, copy, kernel, linked
 from elasticps.wire.frames import FrameError
 from elasticps.wire.windows import MAX_CELLS, CellDigests, RangePart, ReadRange, RowBlock
 
@@ -49,8 +49,7 @@ def gather_words(
         _gather_missing(initial, keys, target, rows)
     for i in range(n + ROW_PREFETCH):
         if i < n and rows[i]:
-            for line in range((4 * words + 63) // 64):
-                prefetch(rows[i] + 64 * line)
+            index.prefetch_row(rows[i], (4 * words + 63) // 64)
         at = i - ROW_PREFETCH
         if at >= 0 and rows[at]:
             decode_rows(code, rows[at], 1, dim, target + 4 * dim * at, words)

@@ -403,7 +403,8 @@ def copy_slots(h: NDArray[np.int64], rows: NDArray[np.int64], out: NDArray[np.fl
 
 
 @kernel
-def _prefetch_row(row: int, lines: int) -> None:
+def prefetch_row(row: int, lines: int) -> None:
+    """Has so many cache lines of a row fetched, from its address on, before it is read."""
     for line in range(lines):
         prefetch(row + line * 64)
 
@@ -414,7 +415,7 @@ def copy_out(rows: NDArray[np.int64], out: NDArray[np.uint64]) -> None:
     words = out.shape[1]
     for i in range(rows.shape[0]):
         if i + ROW_PREFETCH < rows.shape[0]:
-            _prefetch_row(rows[i + ROW_PREFETCH] & ADDRESS, min((words + 7) // 8, PREFETCH_LINES))
+            prefetch_row(rows[i + ROW_PREFETCH] & ADDRESS, min((words + 7) // 8, PREFETCH_LINES))
         copy(out.ctypes.data + i * words * 8, rows[i] & ADDRESS, words * 8)
 
 
@@ -437,7 +438,7 @@ def digest(h: NDArray[np.int64], keys: NDArray[np.int64], rows: NDArray[np.int64
     k, m, left, right = _GOLDEN, _PRIME, np.uint64(31), np.uint64(33)
     for i in range(keys.shape[0]):
         if i + ROW_PREFETCH < rows.shape[0]:
-            _prefetch_row(rows[i + ROW_PREFETCH] & ADDRESS, min((words + 7) // 8, PREFETCH_LINES))
+            prefetch_row(rows[i + ROW_PREFETCH] & ADDRESS, min((words + 7) // 8, PREFETCH_LINES))
         w = carray(pointer(rows[i] & ADDRESS), (words,), np.uint64)
         a = hash_key(keys[i], k + np.uint64(rows[i] >> STAMP_BIT))
         b, c, d = a + k, a ^ m, a - m
@@ -473,10 +474,10 @@ def gather_to(h: NDArray[np.int64], keys: NDArray[np.int64], target: int, rows: 
     n, dim, dtype = keys.shape[0], h[H_DIM], h[H_DTYPE]
     lines = READ_LINES
     for i in range(min(n, ROW_PREFETCH)):
-        _prefetch_row(rows[i], lines)
+        prefetch_row(rows[i], lines)
     for i in range(n):
         if i + ROW_PREFETCH < n:
-            _prefetch_row(rows[i + ROW_PREFETCH], lines)
+            prefetch_row(rows[i + ROW_PREFETCH], lines)
         w = carray(pointer(target + i * dim * 4), (dim,), np.float32)
         if rows[i] == 0:
             absent_weights(h, keys[i], w)
