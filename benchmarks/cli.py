@@ -258,6 +258,32 @@ def readers(
     _print(found, as_json)
 
 
+@app.command("reader-cost")
+def reader_cost(
+    model: Annotated[
+        Model, typer.Option(help="The demo's DeepFM on MovieLens, or DLRM on clicks that are made up.")
+    ] = (Model.DEEPFM),
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Each trains at full speed.")] = 2,
+    servers: Servers = 2,
+    batch: Annotated[int, typer.Option(min=1, help="Samples in each step of each worker.")] = 256,
+    every: Annotated[float, typer.Option(min=1, help="Milliseconds from window to window.")] = 20.0,
+    dtype: Annotated[
+        ReaderDtype | None, typer.Option(help="In which the reader has rows.  [default: the tables']")
+    ] = None,
+    turns: Annotated[int, typer.Option(min=1, help="Without a reader, and beside one.")] = 8,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Time spent on each turn.")] = 3.0,
+    as_json: Json = False,
+) -> None:
+    """Samples a second of a model that trains beside a reader, of those without."""
+    from benchmarks import reader_cost as bench
+
+    found = bench.run(
+        model.value, workers=workers, servers=servers, batch=batch, every_ms=every,
+        dtype=None if dtype is None else dtype.value, turns=turns, seconds=seconds, progress=_progress,
+    )  # fmt: skip
+    _print(found, as_json)
+
+
 @app.command()
 def control(as_json: Json = False) -> None:
     """What a view of 1,024 ranges, 100 servers and 1,000 workers costs to send, to adopt and to plan."""

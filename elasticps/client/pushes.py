@@ -21,7 +21,7 @@ from elasticps.errors import Refused
 from elasticps.model.sharding import GROUP_BITS
 from elasticps.wire.clocks import encode_record
 from elasticps.wire.frames import Buffer
-from elasticps.wire.headers import GetClocksHeader, PushHeader, ShardRef
+from elasticps.wire.headers import GetClocksHeader, PushHeader, ShardRef, write_push
 from elasticps.wire.refusals import RefusedRows
 from replication.chain import Member, Ranges
 from replication.effects import Status
@@ -298,18 +298,17 @@ class PushesInFlight:
             sent.left[request] = cut.ranges
             self._sent[request] = sent
             record = [] if frame.record is None else self._record(frame.record, cut)
-            push = PushHeader(
-                request, frame.epoch, frame.clock, frame.prev, cut.items,
-                frame.part, frame.last, cut.ranges is None, frame.content is None, self.round, committed, shard,
-                bool(record),
+            fields = (
+                request, frame.epoch, frame.clock, frame.prev, cut.items, frame.part, frame.last, cut.ranges is None,
+                frame.content is None, self.round, committed, shard, bool(record),
             )  # fmt: skip
             if cut.frame is None:
                 body = [*cut.buffers, *record]
-                buffers: Sequence[Buffer] = [push.header(sum(map(len, body))).pack(), *body]
+                buffers: Sequence[Buffer] = [PushHeader(*fields).header(sum(map(len, body))).pack(), *body]
             else:
-                header = push.pack_into(cut.frame, sum(map(len, record)) if record else 0)
+                write_push(cut.frame, sum(map(len, record)) if record else 0, *fields)
                 keys = self._keys_of(frame.head) if self.short else None
-                buffers = [cut.frame, *record] if keys is None else keys.push(cut.frame, header, self.short, record)
+                buffers = [cut.frame, *record] if keys is None else keys.push(cut.frame, self.short, record)
             if ready is None:
                 self._send({frame.head: buffers})
             else:

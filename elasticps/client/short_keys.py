@@ -140,11 +140,10 @@ class ShortKeys:
         header = fields._replace(flags=fields.flags | SHORT, body=8 + len(buffer))
         return [header.pack() + _WORD.pack(coded_lists), buffer]
 
-    def push(
-        self, frame: memoryview, header: Header, tables: dict[int, Short], record: Sequence[Buffer] = ()
-    ) -> list[Buffer]:
-        """A PUSH frame with this header, of whose blocks those of `tables` are made shorter. record: of its step, which
+    def push(self, frame: memoryview, tables: dict[int, Short], record: Sequence[Buffer] = ()) -> list[Buffer]:
+        """A PUSH frame, of whose blocks those of `tables` are made shorter. record: of its step, which
         ends the body."""
+        header = unpack_header(frame)
         blocks = _blocks(frame, header, tables)
         header, buffers = self._shortened(frame, header, blocks, tables)
         buffers += record

@@ -8,7 +8,7 @@ BARRIER_JOIN has its worker's predecessor where a PULL has its table, say. The t
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from elasticps.wire import frames
 from elasticps.wire.frames import (
@@ -42,6 +42,11 @@ class ShardRef(NamedTuple):
     number: int
 
 
+_PushFields: TypeAlias = tuple[
+    int, int, int, int, int, int, bool, bool, bool, bool, int | None, ShardRef | None, bool
+]  # of a PushHeader
+
+
 class PushHeader(NamedTuple):
     """PUSH: part `part` of step `clock` of the connection's worker, in `blocks` blocks. prev: the worker's progress
     before it in all ranges that it ticks; 0, which says that it may be any that is committed, too, if that was more
@@ -65,22 +70,7 @@ class PushHeader(NamedTuple):
 
     def header(self, body_bytes: int) -> Header:
         """The 64 bytes' fields, before a body of so many bytes."""
-        request, epoch, clock, prev, blocks, part, last, every, repeat, of_round, committed, shard, record = self
-        flags = last * LAST | every * ALL_RANGES | repeat * REPEAT | of_round * ROUND | record * RECORD
-        steps, first = clock - (prev >> PART_BITS), prev & PART_MASK
-        if not prev or steps >= NEVER:
-            steps, first = NEVER, 0
-        lag = 0 if committed is None else clock - committed
-        bound, wait_ms = shard_fields(shard) if shard else (0, 0)
-        return Header(
-            _PUSH, flags, body_bytes, request, epoch, clock, steps, first, part, lag, blocks, bound, wait_ms
-        )  # fmt: skip
-
-    def pack_into(self, frame: memoryview, more: int = 0) -> Header:
-        """Writes the header to the front of a frame, behind which so many bytes more follow, and returns its fields."""
-        header = self.header(len(frame) - HEADER_BYTES + more)
-        HEADER.pack_into(frame, 0, MAGIC, VERSION, *header)
-        return header
+        return Header(*_push_fields(body_bytes, *self))
 
     @classmethod
     def of(cls, h: Header) -> PushHeader:
@@ -91,6 +81,26 @@ class PushHeader(NamedTuple):
             bool(h.flags & REPEAT), bool(h.flags & ROUND), h.clock - h.table if h.table else None, shard_of(h),
             bool(h.flags & RECORD),
         )  # fmt: skip
+
+
+def write_push(frame: memoryview, more: int, *fields: *_PushFields) -> None:
+    """Writes the header of a PUSH, by the fields of `PushHeader`, to the front of a frame, behind which so many bytes
+    more follow. Makes no tuple with names: each takes 0.5 us, and every push writes one header for each head."""
+    HEADER.pack_into(frame, 0, MAGIC, VERSION, *_push_fields(len(frame) - HEADER_BYTES + more, *fields))
+
+
+def _push_fields(
+    body_bytes: int, request: int, epoch: int, clock: int, prev: int, blocks: int, part: int, last: bool, every: bool,
+    repeat: bool, of_round: bool, committed: int | None, shard: ShardRef | None, record: bool,
+) -> tuple[int, ...]:  # fmt: skip
+    """The fields of a PUSH's header in wire order."""
+    flags = last * LAST | every * ALL_RANGES | repeat * REPEAT | of_round * ROUND | record * RECORD
+    steps, first = clock - (prev >> PART_BITS), prev & PART_MASK
+    if not prev or steps >= NEVER:
+        steps, first = NEVER, 0
+    lag = 0 if committed is None else clock - committed
+    bound, wait_ms = shard_fields(shard) if shard else (0, 0)
+    return _PUSH, flags, body_bytes, request, epoch, clock, steps, first, part, lag, blocks, bound, wait_ms
 
 
 class InitHeader(NamedTuple):

@@ -329,7 +329,7 @@ class Honest:
         random = self._core.random
         short = Short(random.random() < 0.7, random.random() < 0.3, random.random() < 0.3)
         if header.kind == Kind.PUSH:
-            return b"".join(self._lists.push(memoryview(frame), header, {TABLE: short}))
+            return b"".join(self._lists.push(memoryview(frame), {TABLE: short}))
         return b"".join(self._lists.pull(memoryview(frame), short)) if short.shortens_keys else frame
 
 

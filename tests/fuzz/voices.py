@@ -154,7 +154,7 @@ class Voices:
                 return frame
             shorts = dict.fromkeys(self._tables, short)
             return bytearray(b"".join(lists.pull_tables(memoryview(bytes(frame)), shorts)))
-        return bytearray(b"".join(lists.push(memoryview(bytes(frame)), header, dict.fromkeys(self._tables, short))))
+        return bytearray(b"".join(lists.push(memoryview(bytes(frame)), dict.fromkeys(self._tables, short))))
 
     def _perhaps_wrong(self, frame: bytearray, wrong: float) -> bytearray:
         while self._random.random() < wrong:

@@ -77,7 +77,7 @@ def pull_tables_of(blocks: Sequence[tuple[int, Keys]]) -> bytes:
     return Header(Kind.PULL, TABLES, len(body), 5, 6, 7, 8, items=len(blocks)).pack() + body
 
 
-def push_of(blocks: Sequence[tuple[int, Keys, int, int]], ranges: int, record: bytes = b"") -> tuple[Header, bytes]:
+def push_of(blocks: Sequence[tuple[int, Keys, int, int]], ranges: int, record: bytes = b"") -> bytes:
     """Blocks of (table, keys, dim, step values), and the record of their step."""
     body = (
         b"" if ranges < 0 else ranges.to_bytes(8, "little") + np.arange(ranges + ranges % 2, dtype=np.int32).tobytes()
@@ -89,7 +89,7 @@ def push_of(blocks: Sequence[tuple[int, Keys, int, int]], ranges: int, record: b
         )
     body, flags = body + record, ALL_RANGES * (ranges < 0) | RECORD * bool(record)
     header = Header(Kind.PUSH, flags, len(body), 5, 6, 7, 8, 1, 2, 3, len(blocks))
-    return header, header.pack() + body
+    return header.pack() + body
 
 
 def sent(buffers: Sequence[object]) -> bytes:
@@ -133,9 +133,9 @@ def test_shortened_pushes_are_expanded_to_the_originals(
     """Tables 1 and 2 ask for it, table 3 does not."""
     worker, server = ShortKeys(), Receiver()
     for number in numbers:
-        header, frame = push_of(known[number % len(known)], ranges, record)
+        frame = push_of(known[number % len(known)], ranges, record)
         without = memoryview(frame)[: len(frame) - len(record)]
-        shorter = sent(worker.push(without, header, {1: short, 2: short}, [record] if record else []))
+        shorter = sent(worker.push(without, {1: short, 2: short}, [record] if record else []))
         assert len(shorter) <= len(frame)
         if unpack_header(shorter).flags & SHORT:
             assert server.write_out(shorter) == at.DONE
@@ -166,29 +166,29 @@ def test_a_push_leaves_out_the_keys_of_the_pull_before_it() -> None:
     worker, server, short = ShortKeys(), Receiver(), Short(once=True, deltas=False)
     keys = np.arange(100, 1000, 3)
     assert server.write_out(sent(worker.pull(memoryview(pull_of(keys)), short))) == at.DONE
-    header, frame = push_of([(1, keys, 4, 1)], -1)
-    shorter = sent(worker.push(memoryview(frame), header, {1: short}))
+    frame = push_of([(1, keys, 4, 1)], -1)
+    shorter = sent(worker.push(memoryview(frame), {1: short}))
     assert len(shorter) == len(frame) - 8 * len(keys)
     assert short.keys == (16 * len(keys), 8 * len(keys))
     assert server.write_out(shorter) == at.DONE
     assert server.content == frame + NEXT_FRAME
     worker.connected()
-    assert len(sent(worker.push(memoryview(frame), header, {1: short}))) == len(frame)
+    assert len(sent(worker.push(memoryview(frame), {1: short}))) == len(frame)
 
 
-def packed_push(dim: int, rows: NDArray[np.float32]) -> tuple[Header, bytes]:
+def packed_push(dim: int, rows: NDArray[np.float32]) -> bytes:
     body = block_head(1, len(rows), dim, NO_VALUES) + np.arange(len(rows)).tobytes() + rows.tobytes()
     header = Header(Kind.PUSH, ALL_RANGES, len(body), items=1)
-    return header, header.pack() + body
+    return header.pack() + body
 
 
 def test_bodies_are_compressed_if_that_pays_and_expanded_again() -> None:
     worker, short = ShortKeys(), Short(once=True, zstd=True)
     zeros = np.zeros((50, 4), np.float32)
     noise = np.frombuffer(np.random.default_rng(1).bytes(50 * 160), np.float32).reshape(50, 40)
-    header, frame = packed_push(4, zeros)
+    frame = packed_push(4, zeros)
     for _ in range(2):
-        shorter = sent(worker.push(memoryview(frame), header, {1: short}))
+        shorter = sent(worker.push(memoryview(frame), {1: short}))
         assert len(shorter) < 0.4 * len(frame)
         outer = unpack_header(shorter)
         assert outer.flags & PACKED
@@ -196,18 +196,18 @@ def test_bodies_are_compressed_if_that_pays_and_expanded_again() -> None:
         assert unpack_header(whole).flags & SHORT  # the keys, before that
     server = Receiver()
     assert short.bodies.sent < 0.4 * short.bodies.whole
-    header, frame = packed_push(40, noise)
+    frame = packed_push(40, noise)
     short = Short(zstd=True)
     tried = []
     for _ in range(20):
         before = short.bodies.whole
-        assert sent(worker.push(memoryview(frame), header, {1: short})) == frame
+        assert sent(worker.push(memoryview(frame), {1: short})) == frame
         tried.append(short.bodies.whole > before)
     assert np.flatnonzero(tried).tolist() == [0, 3, 8, 17]  # 2, 4, 8 pushes between
     assert short.bodies.sent == short.bodies.whole
-    header, frame = packed_push(4, zeros)
+    frame = packed_push(4, zeros)
     short.skip = 0
-    assert unpack_header(sent(worker.push(memoryview(frame), header, {1: short}))).flags & PACKED
+    assert unpack_header(sent(worker.push(memoryview(frame), {1: short}))).flags & PACKED
     assert server.write_out(frame) == at.DONE
 
 
@@ -257,8 +257,8 @@ def test_a_remembered_key_list_has_not_been_overwritten(steps: list[tuple[int, i
 
 def test_a_frame_without_room_requests_memory_and_stays_unchanged() -> None:
     worker, short, keys = ShortKeys(), Short(once=False, deltas=True), np.arange(1000)
-    header, frame = push_of([(1, keys, 1, 0)], -1)
-    shorter = sent(worker.push(memoryview(frame), header, {1: short}))
+    frame = push_of([(1, keys, 1, 0)], -1)
+    shorter = sent(worker.push(memoryview(frame), {1: short}))
     server = Receiver(FRONT + len(frame) + len(NEXT_FRAME) - 8)
     assert server.write_out(shorter) == at.WIDER
     assert server.h[at.H_INFO] == len(frame) + len(NEXT_FRAME)
@@ -308,8 +308,8 @@ def test_unreadable_short_frames_are_refused(frame: bytes) -> None:
 def test_damaged_short_frames_are_never_written_out_of_bounds(data: st.DataObject) -> None:
     worker, server = ShortKeys(), Receiver(1 << 13)
     short = Short(once=True, deltas=True)
-    header, frame = push_of([(1, np.arange(3 * LEAST_KEYS), 2, 1), (2, np.arange(7, 900, 30), 1, 0)], 3)
-    whole = bytearray(sent(worker.push(memoryview(frame), header, {1: short, 2: short})))
+    frame = push_of([(1, np.arange(3 * LEAST_KEYS), 2, 1), (2, np.arange(7, 900, 30), 1, 0)], 3)
+    whole = bytearray(sent(worker.push(memoryview(frame), {1: short, 2: short})))
     for _ in range(data.draw(st.integers(1, 3))):
         place = data.draw(st.integers(48, len(whole) - 1))
         whole[place] = data.draw(st.integers(0, 255))
