@@ -54,7 +54,7 @@ def sparse(
     dim: Annotated[int, typer.Option(min=1, help="Floats per row.")] = 64,
     servers: Servers = 1,
     replicas: Annotated[
-        list[int] | None, typer.Option(min=1, help="Copies of each range; several are compared.  [default: 1]")
+        list[int] | None, typer.Option(min=1, help="Copies of each range; several are compared.  \\[default: 1]")
     ] = None,
     window: Annotated[int, typer.Option(min=1, help="Outstanding steps in push-window.")] = 4,
     tls: Tls = False,
@@ -97,12 +97,12 @@ class Model(enum.StrEnum):
 def train(
     model: Annotated[
         list[Model] | None,
-        typer.Option(help="The demo's DeepFM on MovieLens, or DLRM on clicks that are made up.  [default: both]"),
+        typer.Option(help="The demo's DeepFM on MovieLens, or DLRM on clicks that are made up.  \\[default: both]"),
     ] = None,
     workers: Annotated[
-        list[int] | None, typer.Option(min=1, max=64, help="May be given several times.  [default: 1, 2, 4]")
+        list[int] | None, typer.Option(min=1, max=64, help="May be given several times.  \\[default: 1, 2, 4]")
     ] = None,
-    replicas: Annotated[list[int] | None, typer.Option(min=1, help="Copies of each range.  [default: 1, 2]")] = None,
+    replicas: Annotated[list[int] | None, typer.Option(min=1, help="Copies of each range.  \\[default: 1, 2]")] = None,
     servers: Servers = 3,
     batch: Annotated[int, typer.Option(min=1, help="Samples in each step of each worker.")] = 256,
     seconds: Seconds = 6.0,
@@ -166,11 +166,11 @@ def checkpoint(
 def traffic(
     filters: Annotated[
         list[str] | None,
-        typer.Option(help="bfloat16, int8, top_k+int8, … as printed; may be given several times.  [default: all]"),
+        typer.Option(help="bfloat16, int8, top_k+int8, … as printed; may be given several times.  \\[default: all]"),
     ] = None,
     mbit: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Mbit/s of a link; may be given several times.  [default: 1000, 100]"),
+        typer.Option(min=1, help="Mbit/s of a link; may be given several times.  \\[default: 1000, 100]"),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="How often each is trained.")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="Steps until the model is scored.")] = 1000,
@@ -242,7 +242,7 @@ def readers(
         float, typer.Option(min=0, max=4, help="Exponent of Zipf's law for keys, over shuffled ids; 0: uniform.")
     ] = 0.0,
     dtype: Annotated[
-        ReaderDtype | None, typer.Option(help="In which the reader has rows.  [default: the table's]")
+        ReaderDtype | None, typer.Option(help="In which the reader has rows.  \\[default: the table's]")
     ] = None,
     turns: Annotated[int, typer.Option(min=1, help="Without a reader, with one, with one that is stopped.")] = 5,
     seconds: Seconds = 3.0,
@@ -295,7 +295,7 @@ def control(as_json: Json = False) -> None:
 @app.command("servers")
 def many_servers(
     servers: Annotated[
-        list[int] | None, typer.Option(min=1, max=64, help="May be given several times.  [default: 3, 20]")
+        list[int] | None, typer.Option(min=1, max=64, help="May be given several times.  \\[default: 3, 20]")
     ] = None,
     heads: Annotated[int, typer.Option(min=1, max=64, help="Servers whose ranges a push has rows for.")] = 4,
     workers: Annotated[int, typer.Option(min=1, max=1000, help="Each has one push under way.")] = 50,
@@ -361,13 +361,13 @@ def store(as_json: Json = False) -> None:
 def allreduce(
     size: Annotated[
         list[float] | None,
-        typer.Option(min=0.001, max=2000, help="MB of gradients; may be given several times.  [default: 1, 16]"),
+        typer.Option(min=0.001, max=2000, help="MB of gradients; may be given several times.  \\[default: 1, 16]"),
     ] = None,
     processes: Annotated[
-        list[int] | None, typer.Option(min=2, max=16, help="May be given several times.  [default: 2, 4]")
+        list[int] | None, typer.Option(min=2, max=16, help="May be given several times.  \\[default: 2, 4]")
     ] = None,
     servers: Annotated[
-        list[int] | None, typer.Option(min=1, max=8, help="May be given several times.  [default: 1, 2, 3]")
+        list[int] | None, typer.Option(min=1, max=8, help="May be given several times.  \\[default: 1, 2, 3]")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Measured of each.")] = 3,
     as_json: Json = False,
@@ -434,10 +434,10 @@ def stream(
 @app.command()
 def compare(
     contestant: Annotated[
-        list[str] | None, typer.Option(help="Its name; may be given several times.  [default: all]")
+        list[str] | None, typer.Option(help="Its name; may be given several times.  \\[default: all]")
     ] = None,
     batch: Annotated[
-        list[int] | None, typer.Option(min=16, help="Samples of a step.  [default: 256, 1024, 4096]")
+        list[int] | None, typer.Option(min=16, help="Samples of a step.  \\[default: 256, 1024, 4096]")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each contestant with each batch.")] = 5,
     steps: Annotated[
@@ -447,7 +447,7 @@ def compare(
     deaths: Annotated[bool, typer.Option(help="At last kill a process that holds rows, with SIGKILL.")] = True,
     environment: Annotated[
         Path | None,
-        typer.Option(help="Virtual environment of the contestants, made if it is not there.  [default: this one]"),
+        typer.Option(help="Virtual environment of the contestants, made if it is not there.  \\[default: this one]"),
     ] = None,
     markdown: Annotated[Path | None, typer.Option(help="Writes the tables to this file, too.")] = None,
     as_json: Json = False,

@@ -43,7 +43,7 @@ def chaos(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--out", help="Folder for the report and the logs.  [default: runs/chaos/PLAN-SEED]"),
+        typer.Option("--out", help="Folder for the report and the logs.  \\[default: runs/chaos/PLAN-SEED]"),
     ] = None,
     proxy: Annotated[
         bool, typer.Option("--proxy", help="Disturb the network by a user-space proxy instead of namespaces.")

@@ -28,7 +28,7 @@ Place = Annotated[
         metavar="URL", callback=usable_place, help="Where they lie: a folder, s3://bucket/prefix, gs://…, az://…."
     ),
 ]
-Cut = Annotated[int | None, typer.Argument(help="Its number.  [default: the newest]", show_default=False)]
+Cut = Annotated[int | None, typer.Argument(help="Its number.  \\[default: the newest]", show_default=False)]
 Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds to wait for etcd.")]
 _CUTS = 10**9  # more are never there
 
@@ -228,7 +228,7 @@ def restore(
         ),
     ] = "",
     cut: Annotated[
-        int | None, typer.Option(help="Which checkpoint.  [default: the newest]", show_default=False)
+        int | None, typer.Option(help="Which checkpoint.  \\[default: the newest]", show_default=False)
     ] = None,
     ranges: Annotated[
         str,

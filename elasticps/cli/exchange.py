@@ -54,7 +54,7 @@ def export(
         ),
     ] = "",
     cut: Annotated[
-        int | None, typer.Option(help="Which checkpoint.  [default: the newest]", show_default=False)
+        int | None, typer.Option(help="Which checkpoint.  \\[default: the newest]", show_default=False)
     ] = None,
     min_count: Annotated[
         float | None,

@@ -40,7 +40,7 @@ def launch(
     servers: Annotated[int, typer.Option(min=1, help="How many servers, on all machines together.")] = 3,
     replicas: Annotated[int, typer.Option(min=1, help="Copies of each range, on as many machines where possible.")] = 2,
     ranges: Annotated[int, typer.Option(help="Slices of the hash space, a power of two.")] = 256,
-    name: Annotated[str, typer.Option(help="The cluster's name.  [default: the job's]", show_default=False)] = "",
+    name: Annotated[str, typer.Option(help="The cluster's name.  \\[default: the job's]", show_default=False)] = "",
     nodes: Annotated[
         str,
         typer.Option(
@@ -57,16 +57,17 @@ def launch(
         list[str] | None, typer.Option(help="A module that every server imports first. May be given again.")
     ] = None,
     memory_limit: Annotated[
-        str, typer.Option(help="What each server may use, such as 4GiB.  [default: the machine's]", show_default=False)
+        str,
+        typer.Option(help="What each server may use, such as 4GiB.  \\[default: the machine's]", show_default=False),
     ] = "",
     checkpoint_url: Annotated[
         str, typer.Option(metavar="URL", callback=usable_place, help="Where checkpoints go.", show_default=False)
     ] = "",
     checkpoint_every: Annotated[
-        str, typer.Option(help="Make one so often: 30s, 5m, 2h.  [default: when a worker asks]", show_default=False)
+        str, typer.Option(help="Make one so often: 30s, 5m, 2h.  \\[default: when a worker asks]", show_default=False)
     ] = "",
     checkpoint_keep: Annotated[
-        str, typer.Option(help="Which are kept, as for `coordinator`.  [default: all]", show_default=False)
+        str, typer.Option(help="Which are kept, as for `coordinator`.  \\[default: all]", show_default=False)
     ] = "",
     resume: Annotated[
         bool, typer.Option("--resume", help="Begin with the newest checkpoint at --checkpoint-url, if there is one.")
@@ -130,7 +131,7 @@ def _checkpoint_options(url: str, every: str, keep: str) -> list[str]:
     if (every or keep) and not url:
         raise ConfigError(f"--checkpoint-{'every' if every else 'keep'} needs --checkpoint-url: where they go")
     if every:
-        seconds(every)
+        seconds(every, "--checkpoint-every")
     if keep:
         parse_keep(keep)
     given = {"--checkpoint-url": url, "--checkpoint-every": every, "--checkpoint-keep": keep}

@@ -39,7 +39,8 @@ def up(
         typer.Option(help="A module that every server imports first. May be given again."),
     ] = None,
     memory_limit: Annotated[
-        str, typer.Option(help="What each server may use, such as 4GiB.  [default: the machine's]", show_default=False)
+        str,
+        typer.Option(help="What each server may use, such as 4GiB.  \\[default: the machine's]", show_default=False),
     ] = "",
     detach: Annotated[bool, typer.Option("--detach", help="Leave it running; `elasticps down` ends it.")] = False,
     dashboard: Annotated[

@@ -209,13 +209,13 @@ def _options(command: Any) -> dict[str, str]:
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
-def seconds(text: str) -> float:
-    """Parses "30s", "5m", "2h" or "1d". Raises ConfigError."""
+def seconds(text: str, option: str) -> float:
+    """Parses the value of an option such as "30s", "5m", "2h" or "1d". Raises ConfigError."""
     number, unit = text.strip()[:-1], text.strip()[-1:]
     try:
         found = float(number) * _UNITS_S[unit]
     except (ValueError, KeyError):
         found = 0.0
     if not 0 < found < 1e9:
-        raise ConfigError(f"{text!r} is no time: write for example 30s, 5m or 2h")
+        raise ConfigError(f"{option} {text!r} is no time above 0: write for example 30s, 5m or 2h")
     return found

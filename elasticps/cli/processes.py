@@ -98,7 +98,7 @@ def server(
         str,
         typer.Option(
             help="What it may use, such as 4GiB; above four fifths or less of it no push may add rows.  "
-            "[default: the limit of its control group, or the machine's memory]",
+            "\\[default: the limit of its control group, or the machine's memory]",
             show_default=False,
         ),
     ] = "",
@@ -149,15 +149,15 @@ def coordinator(
     name: Name,
     ranges: Annotated[
         int | None,
-        typer.Option(help="Slices of the hash space, a power of two, fixed for ever.  [default: 256]"),
+        typer.Option(help="Slices of the hash space, a power of two, fixed for ever.  \\[default: 256]"),
     ] = None,
     replicas: Annotated[
         int | None,
-        typer.Option(help="Servers that hold each range, fixed for ever.  [default: 2]"),
+        typer.Option(help="Servers that hold each range, fixed for ever.  \\[default: 2]"),
     ] = None,
     min_servers: Annotated[
         int | None,
-        typer.Option(help="Servers that the first view waits for.  [default: 1]"),
+        typer.Option(help="Servers that the first view waits for.  \\[default: 1]"),
     ] = None,
     restore: Annotated[
         str,
@@ -186,7 +186,7 @@ def coordinator(
         str,
         typer.Option(
             help="Which are kept there, such as last=3,hourly=24,daily=7; what those build on stays, too.  "
-            "[default: all]",
+            "\\[default: all]",
             show_default=False,
         ),
     ] = "",
@@ -220,7 +220,11 @@ def coordinator(
         raise ConfigError(f"{option} needs --checkpoint-url: where they go")
     if checkpoint_keep:
         parse_keep(checkpoint_keep)
-    checkpoints = checkpoint_url, seconds(checkpoint_every) if checkpoint_every else 0.0, checkpoint_keep
+    checkpoints = (
+        checkpoint_url,
+        seconds(checkpoint_every, "--checkpoint-every") if checkpoint_every else 0.0,
+        checkpoint_keep,
+    )
     scaling = scaling_of(autoscale, autoscale_servers, autoscale_target)
     uvloop.run(_coordinate(url, name, given, timeout, (host, metrics_port), restore, checkpoints, scaling))
 

@@ -34,7 +34,7 @@ def publish(
         typer.Option(
             min=0.001,
             max=3600,
-            help="Seconds from one batch of changes to the next, at least.  [default: 1 for a folder, as fast as it "
+            help="Seconds from one batch of changes to the next, at least.  \\[default: 1 for a folder, as fast as it "
             "takes them for Redis]",
             show_default=False,
         ),
@@ -43,7 +43,7 @@ def publish(
     share: Annotated[
         str, typer.Option(metavar="K/N", help="Of the keys of tables only this share, as 2/8, to a place of its own.")
     ] = "",
-    name: Annotated[str, typer.Option(help="By which servers log it.  [default: host and process]")] = "",
+    name: Annotated[str, typer.Option(help="By which servers log it.  \\[default: host and process]")] = "",
     report: Annotated[float, typer.Option(min=0.1, help="Seconds from one line about its lag to the next.")] = 10.0,
     once: Annotated[bool, typer.Option(help="End when all rows are there, and do not follow.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print lines of JSON.")] = False,

@@ -29,7 +29,7 @@ def reader(
     dtype: Annotated[
         str,
         typer.Option(
-            help="How rows are kept: float32, float16, bfloat16 or int8.  [default: as servers have them]",
+            help="How rows are kept: float32, float16, bfloat16 or int8.  \\[default: as servers have them]",
             show_default=False,
         ),
     ] = "",
@@ -46,7 +46,7 @@ def reader(
         str, typer.Option(metavar="K/N", help="Of the keys of tables only this share, as 2/8: the second of eight.")
     ] = "",
     name: Annotated[
-        str, typer.Option(help="By which servers log it.  [default: the certificate's, or host and process]")
+        str, typer.Option(help="By which servers log it.  \\[default: the certificate's, or host and process]")
     ] = "",
     host: Annotated[str, typer.Option(callback=usable_host, help="Address to listen on.")] = "127.0.0.1",
     grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the gRPC service; 0: any free one.")] = 0,
@@ -57,9 +57,7 @@ def reader(
     listen: Annotated[
         str, typer.Option(help="Answer pulls of eps.remote_reader here, HOST:PORT; port 0: any free one.")
     ] = "",
-    max_age: Annotated[
-        str, typer.Option(help="It is not ready while its rows are older: 500ms is 0.5s, 60s, 5m.")
-    ] = "60s",
+    max_age: Annotated[str, typer.Option(help="It is not ready while its rows are older: 0.5s, 60s, 5m.")] = "60s",
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Serve other machines without TLS: whoever reaches a port reads rows.")
     ] = False,
@@ -85,7 +83,7 @@ def reader(
     if credentials is not None:
         credentials.require(Role.READER, credentials.identity.name, app)
     chosen = KeyShare.parse(share)
-    options = ServingOptions(host, grpc_port, metrics_port, seconds(max_age), insecure, _place(listen))
+    options = ServingOptions(host, grpc_port, metrics_port, seconds(max_age, "--max-age"), insecure, _place(listen))
     check_host(options, credentials)
 
     def tell(ready: Ready) -> None:
@@ -186,8 +184,9 @@ def _ask(at: str, method: str, fields: dict[str, Any], url: str | None, timeout_
     from elasticps.serving import lookup_pb2
     from elasticps.serving.client import ask_reader
 
-    if not at.rpartition(":")[2].isdecimal():
-        raise ConfigError(f"name a reader as host:port, got {at!r}")
+    host, _, port = at.rpartition(":")
+    if not host or "/" in host or not port.isdecimal():
+        raise ConfigError(f"name a reader as HOST:PORT, as `grpc` of its first line says, got {at!r}")
     requests = {"Status": lookup_pb2.ReaderStatusRequest, "Follow": lookup_pb2.FollowRequest}
     request = requests.get(method, lookup_pb2.PinRequest)(**fields)
     credentials = credentials_of(url) if url else None

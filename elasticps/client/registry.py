@@ -200,11 +200,12 @@ class Registry:
                 raise ClusterUnreachable(_how_far(self._store.cluster, restoring, timeout_s))
             if self.runtime.monotonic() > deadline:
                 config = await self._store.get("config")
-                needed = config_of(config).min_servers if config else "a configuration and"
+                needed = f"{config_of(config).min_servers} servers" if config else "a coordinator to create it"
                 servers = [e.key.partition("/")[2] for e in (await self._store.list("servers/")).entries]
                 raise ClusterUnreachable(
                     f"cluster {self._store.cluster!r} has not formed within {timeout_s:.1f} s: it waits for "
-                    f"{needed} servers, registered are {', '.join(servers) or 'none'}; is a coordinator running?"
+                    f"{needed}, registered servers: {', '.join(servers) or 'none'}; is its name right, and does a "
+                    "coordinator run?"
                 )
             await asyncio.sleep(POLL_S)
 

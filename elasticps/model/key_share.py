@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.errors import ConfigError
+from elasticps.errors import ConfigError, InputError
 
 MOST_SHARES = 1024
 SHARE_SALT = 0x9E3779B97F4A7C15
@@ -42,7 +42,13 @@ class KeyShare(NamedTuple):
             return ALL_KEYS
         if not (slash and number.isascii() and number.isdecimal() and of.isascii() and of.isdecimal()):
             raise ConfigError(f"a share is written as 2/8, the second of eight, got {text!r}")
-        return cls.checked((int(number[:6]), int(of[:6])))
+        share = int(number[:6]), int(of[:6])
+        if not 1 <= share[0] <= share[1] <= MOST_SHARES:
+            raise ConfigError(
+                f"a share is written as 2/8, the second of eight; shares are counted from 1, up to {MOST_SHARES} of "
+                f"them, so there is no {share[0]}/{share[1]}"
+            )
+        return cls(*share)
 
     @property
     def whole(self) -> bool:
@@ -71,9 +77,13 @@ ALL_KEYS = KeyShare()
 
 def share_of(keys: NDArray[np.int64], of: int) -> NDArray[np.int64]:
     """Which of `of` shares has each of some keys, from 1: int64 [n] -> int64 [n]. So that clients of a fleet of readers
-    know whom to ask. ConfigError unless 1 <= of <= 1024."""
-    KeyShare.checked((1, of))
-    z = np.ascontiguousarray(keys, np.int64).view(np.uint64) ^ np.uint64(SHARE_SALT)
+    know whom to ask. ConfigError unless 1 <= of <= 1024, InputError for keys that are no integers."""
+    if type(of) is not int or not 1 <= of <= MOST_SHARES:
+        raise ConfigError(f"there are 1 to {MOST_SHARES} shares, got {of!r}")
+    given = np.asarray(keys)
+    if given.size and (given.dtype.kind not in "iu" or given.dtype == np.uint64):
+        raise InputError(f"keys must be int64, got {given.dtype}: keys are integers, and may be negative")
+    z = np.ascontiguousarray(given, np.int64).view(np.uint64) ^ np.uint64(SHARE_SALT)
     z = (z ^ (z >> _S30)) * _M1
     z = (z ^ (z >> _S27)) * _M2
     z = z ^ (z >> _S31)

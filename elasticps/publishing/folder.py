@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from elasticps.client.inputs import checked_keys
 from elasticps.errors import InputError, UnknownTable
 from elasticps.publishing.core.batches import Change, latest
 from elasticps.publishing.core.increments import (
@@ -127,10 +128,10 @@ class PublishedFolder:
 
     def pull(self, keys: Mapping[str, NDArray[np.int64]]) -> dict[str, NDArray[np.float32]]:
         """Rows of several tables, {table: keys int64 [n]}: of each float32 [n, dim]; zeros for keys without a row.
-        Raises UnknownTable."""
+        Raises UnknownTable, InputError for keys that are no integers."""
         if strangers := keys.keys() - self.tables.keys():
             raise UnknownTable(f"{self._folder} has no table {min(strangers)!r}")
-        return {name: self.tables[name].pull(np.asarray(each, np.int64)) for name, each in keys.items()}
+        return {name: self.tables[name].pull(checked_keys(name, each)) for name, each in keys.items()}
 
 
 def read_increments(folder: str | os.PathLike[str]) -> PublishedFolder:

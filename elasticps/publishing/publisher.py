@@ -133,7 +133,12 @@ class Publisher:
                     self._counts["retries"] += 1
                     if self._counts["listings"] > listings:  # it worked for a while
                         retry_s = FIRST_RETRY_S
-                    log.warning("publishing begins again", where=self.where, reason=str(error), seconds=retry_s)
+                    log.warning(
+                        "the target takes no rows, and is tried again",
+                        where=self.where,
+                        reason=str(error),
+                        seconds=retry_s,
+                    )
                     self._pause(retry_s)
                     retry_s = min(2 * retry_s, MOST_RETRY_S)
         except BaseException as error:

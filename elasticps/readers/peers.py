@@ -59,9 +59,12 @@ def parse_relay(url: str, app: str) -> RelayUrl:
     ConfigError."""
     place, slash, _ = url.removeprefix(SCHEME).partition("/")
     try:
+        for address in filter(None, place.split(",")):
+            if not address.rpartition("]")[2].rpartition(":")[2].isdecimal() or ":" not in address:
+                raise ValueError(f": {address!r} is no host:port: say which port the relay listens on")
         found = parse(f"etcd://{url.removeprefix(SCHEME)}" if slash else f"etcd://{place}/any")
     except ValueError as error:
-        reason = str(error).partition(": ")[2].partition(" (")[0]
+        reason = str(error).partition(": ")[2].partition(" (")[0].replace("etcd endpoint", "address of a relay")
         raise ConfigError(
             f"cannot use {url!r} as a relay's URL: {reason} (good ones: reader://127.0.0.1:9100, and with TLS "
             "reader://10.0.0.7:9100/demo?ca=ca.crt&cert=reader.crt&key=reader.key)"

@@ -107,6 +107,8 @@ class Reader:
         shape. Raises `UnknownTable`; `Closed` when the reader is."""
         if self._links.error is not None:
             self.check()
+        if type(keys) is not dict and not isinstance(keys, Mapping):
+            raise InputError(f"pull takes a mapping from names of tables to keys, got {type(keys).__name__}")
         found = {}
         with self._lock:
             if self._pinned is not None:

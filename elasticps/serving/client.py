@@ -115,4 +115,7 @@ def _failure(address: str, timeout_s: float, error: grpc.aio.AioRpcError) -> Err
         return ServerError(f"the reader at {address} refused: {details}")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return ClusterUnreachable(f"the reader at {address} did not answer within {timeout_s:g} s")
-    return ClusterUnreachable(f"the reader at {address} cannot be asked: {code.name.lower()}: {details}")
+    return ClusterUnreachable(
+        f"the reader at {address} cannot be asked: {code.name.lower()}: {details}; is it the port of its gRPC service, "
+        "`grpc` in the first line that it prints?"
+    )

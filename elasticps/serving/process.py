@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -48,9 +49,10 @@ class Ready(NamedTuple):
 def check_host(options: ServingOptions, credentials: Credentials | None) -> None:
     """Raises ConfigError where other machines would read rows without TLS."""
     hosts = [options.host] if options.listen is None else [options.host, options.listen[0]]
-    if credentials is None and not options.insecure and not all(map(is_loopback, hosts)):
+    exposed = [host for host in hosts if not is_loopback(host)]
+    if credentials is None and not options.insecure and exposed:
         raise ConfigError(
-            f"without TLS whoever reaches {options.host} could read rows, and pin the reader: give the URL a reader's "
+            f"without TLS whoever reaches {exposed[0]} could read rows, and pin the reader: give the URL a reader's "
             "certificate (`elasticps certificates` makes them), or say --insecure where a network of your own protects "
             "it"
         )
@@ -74,10 +76,23 @@ async def serve_reader(
             stack.push_async_callback(scrape.close)
         pulls = None
         if options.listen is not None:
-            pulls = PullServer(reader, *options.listen, credentials, name)
+            pulls = _listen(reader, *options.listen, credentials, name)
             stack.callback(pulls.close)
         tell(Ready(service.address, None if scrape is None else scrape.port, "" if pulls is None else pulls.address))
         await _follow_age(reader, service, scrape, options.max_age_s, stop)
+
+
+def _listen(reader: Reader, host: str, port: int, credentials: Credentials | None, name: str) -> PullServer:
+    """Listens for pulls. Raises ConfigError where the address cannot be had."""
+    try:
+        return PullServer(reader, host, port, credentials, name)
+    except OSError as error:
+        number = error.errno or 0  # below 0 it is the resolver's
+        reason = os.strerror(number) if number > 0 else "no address is known by this name"
+        raise ConfigError(
+            f"--listen {host}:{port} cannot be had: {reason}; take another port, 0 for any free one, or an address of "
+            "this machine"
+        ) from None
 
 
 async def _follow_age(

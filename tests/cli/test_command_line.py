@@ -8,10 +8,13 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
+from rich.text import Text
 from typer.testing import CliRunner, Result
 
 from elasticps import cli
@@ -59,6 +62,18 @@ def test_a_paragraph_of_a_help_text_flows_to_the_width_of_the_terminal(monkeypat
     assert f"{messages} a server is silent, or ranges have no replica." in lines
 
 
+def test_no_bracket_of_a_help_text_is_taken_for_markup() -> None:
+    def commands(command: Any) -> Iterator[Any]:
+        yield command
+        for below in getattr(command, "commands", {}).values():
+            yield from commands(below)
+
+    for command in commands(typer.main.get_command(app)):
+        for text in (command.help, *(getattr(param, "help", None) for param in command.params)):
+            assert Text.from_markup(text or "").plain == (text or "").replace(r"\[", "[")
+    assert "[default: as servers have them]" in plain(run("reader", "--help").output.replace("│", ""))
+
+
 def test_an_unknown_command_is_a_usage_error() -> None:
     assert run("fly").exit_code == ExitCode.USAGE
 
@@ -75,6 +90,14 @@ def test_an_unknown_command_is_a_usage_error() -> None:
         (["drain", "s0", "--url", "http://127.0.0.1:1/x"], "it must begin with etcd://"),
         (["kill", "s0"], "no local cluster is there"),
         (["audit"], "no local cluster is there"),
+        (["reader", *URL, "--listen", "0.0.0.0:9101"], "whoever reaches 0.0.0.0 could read rows"),
+        (["reader", *URL, "--max-age", "-5s"], "--max-age '-5s' is no time above 0: write for example 30s"),
+        (["reader", *URL, "--share", "9/8"], "there is no 9/8"),
+        (["reader", "--url", "reader://127.0.0.1"], "'127.0.0.1' is no host:port: say which port the relay"),
+        (["reader", "--url", "reader://127.0.0.1:9100,[::1]"], "'[::1]' is no host:port"),
+        (["reader", "--url", "reader://127.0.0.1:99999"], "'127.0.0.1:99999' is no address of a relay"),
+        (["readers", "status", "9100"], "name a reader as HOST:PORT"),
+        (["readers", "status", "reader://127.0.0.1:9100"], "name a reader as HOST:PORT"),
         (["audit", "--url", "etcd://127.0.0.1:1/x", "--name", "x"], "--url and --name exclude each other"),
         (["up", "--ranges", "100"], "power of two"),
         (["up", "--servers", "1000"], "1 to 64 servers"),

@@ -68,6 +68,8 @@ def test_a_folder_follows_changes_deletions_and_drops(tmp_path: Path) -> None:
         assert pulled.tolist() == [row(69), [0] * DIM]
         with pytest.raises(UnknownTable, match="nothing"):
             found.pull({"nothing": np.array([1])})
+        with pytest.raises(InputError, match="keys must be int64, got float64"):
+            found.pull({"users": np.array([2.5])})
         eventually(lambda: publisher.stats().deletions >= 1)
         assert publisher.stats().lag_s < 60
         assert publisher.stats().listings == 1
@@ -240,3 +242,17 @@ def test_targets_that_cannot_be_are_refused() -> None:
             target_of(to, SOURCE, "float32", "p:", 1)
     with pytest.raises(ConfigError, match="float32, float16"):
         target_of("file:///rows", SOURCE, "int8", "p:", 1)
+
+
+def test_a_folder_where_nothing_can_be_written_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    for place, reason in (("file", "a file of this name"), ("file/below", "Not a directory")):
+        with pytest.raises(ConfigError, match=rf"{tmp_path}/{place}: .*{reason}.*name a folder"):
+            target_of(f"file://{tmp_path}/{place}", SOURCE, "float32", "p:", 1)
+    target_of(f"file://{tmp_path}/made", SOURCE, "float32", "p:", 1)
+    assert (tmp_path / "made").is_dir()
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
+    with pytest.raises(ConfigError, match="no permission"):
+        target_of(f"file://{tmp_path}/made", SOURCE, "float32", "p:", 1)

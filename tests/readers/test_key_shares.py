@@ -71,6 +71,16 @@ def test_shares_are_read_as_they_are_written() -> None:
             KeyShare.checked(wrong)
 
 
+def test_keys_that_are_no_integers_are_in_no_share() -> None:
+    for wrong in (np.array([1.5]), np.array([2**63], np.uint64), np.array(["a"]), "x"):
+        with pytest.raises(eps.InputError, match="keys must be int64"):
+            eps.share_of(wrong, 8)  # type: ignore[arg-type]
+    assert eps.share_of(np.array([], np.int64), 8).shape == eps.share_of([], 8).shape == (0,)  # type: ignore[arg-type]
+    for count in (0, 1025, 1.0):
+        with pytest.raises(eps.ConfigError, match=f"1 to 1024 shares, got {count}"):
+            eps.share_of(KEYS, count)  # type: ignore[arg-type]
+
+
 def shows_share(reader: Any, table: eps.SparseTable, number: int) -> Callable[[], bool]:
     """Whether it has all rows of its share as servers have them, and no others."""
     return shows(reader, table, KEYS[number == OWNERS])
@@ -188,7 +198,7 @@ def test_clients_of_a_fleet_find_the_process_of_each_key(own: eps.LocalCluster) 
         [sys.executable, "-m", "elasticps", "reader", "--url", own.url, "--share", "9/8"], capture_output=True
     )
     assert done.returncode == 2
-    assert b"a share is a pair" in done.stderr
+    assert b"there is no 9/8" in done.stderr
 
 
 def test_a_share_is_published_into_a_folder_of_its_own(own: eps.LocalCluster, tmp_path: Path) -> None:

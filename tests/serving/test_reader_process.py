@@ -171,6 +171,10 @@ def test_a_reader_is_ready_while_its_rows_are_new_enough(local_cluster: Callable
             ).stdout
             assert "readers: r0 (" in shown
 
+            taken = ask("reader", "--url", cluster.url, "--listen", reader.grpc, code=2)["error"]
+            assert f"--listen {reader.grpc} cannot be had: Address already in use; take another port" in taken
+            assert "Traceback" not in taken
+
 
 def test_other_machines_are_served_with_certificates_only() -> None:
     done = ask("reader", "--url", "etcd://127.0.0.1:1/none", "--host", "0.0.0.0", code=2)
