@@ -107,7 +107,7 @@ def test_float16_is_read_right_where_the_processor_takes_subnormal_numbers_for_z
     read = np.empty(len(bits), np.float32)
     torch.set_flush_denormal(True)
     try:
-        values.unpack(bits.ctypes.data, read, values.DTYPES.index("float16"))
+        values.unpack(bits.ctypes.data, read, spec.DTYPES.index("float16"))
     finally:
         torch.set_flush_denormal(False)
     np.testing.assert_array_equal(read, expected)
