@@ -35,6 +35,7 @@ from elasticps.wire.frames import (
     Kind,
     json_body,
     json_frame,
+    padded_size,
     read_tables,
 )
 from elasticps.wire.headers import RowsHeader
@@ -198,7 +199,7 @@ class _Answers:
         """The frame with rows of tables, gathered where they leave from; under the reader's lock, the memory's too."""
         count = sum(len(keys) for _, keys in tables)
         size = sum(4 * table.spec.dim * len(keys) for table, keys in tables)
-        header = RowsHeader(request, 0, 0, count, True).header(size + (size & 7))
+        header = RowsHeader(request, 0, 0, count, True).header(padded_size(size))
         frame = self._memory.take(HEADER_BYTES + header.body)
         frame.data[:HEADER_BYTES] = header.pack()
         at = HEADER_BYTES

@@ -408,8 +408,8 @@ class Reader:
     def _note(self, table: int, change: TableChange) -> None:
         """Notes keys for those that this reader feeds."""
         if self._journal is not None:
-            self._journal.note(table, change.keys)
-            self._journal.note(table, change.deleted)
+            for keys in (change.keys, change.deleted):
+                self._journal.note(table, change.spec.dim, keys)
 
     def _tell(self, changes: Sequence[TableChange]) -> None:
         """Notes what changed for listeners: those get it without the lock."""

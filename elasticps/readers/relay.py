@@ -24,7 +24,6 @@ from replication.step_records import StepRecord, record_of
 
 JOURNAL_WORDS = 1 << 21
 CREDIT_BYTES = 8 << 20
-KEYS_AT_ONCE = 1 << 14
 IDLE_S = 0.25
 _NONE = np.empty(0, np.int64)
 
@@ -140,7 +139,7 @@ class RelayFeed:
             self._cursor = journal.end
             self._seqs[:] = -1
             before = Subscribed(0, wants.epoch, _NONE, wants.ranges).frame()
-        named, upto = journal.tables(self._cursor, KEYS_AT_ONCE)
+        named, upto = journal.tables(self._cursor)
         self._number += 1
         blocks, new = [], []
         here = {table.number: table for table in reader.table_rows.values()}

@@ -30,6 +30,7 @@ from elasticps.wire.frames import (
     Kind,
     json_body,
     json_frame,
+    padded_size,
     table_block,
     unpack_header,
     whole,
@@ -39,11 +40,6 @@ Rows = NDArray[np.float32]
 AT_ONCE_BYTES = 16 << 20  # of rows in one answer
 RETRY_S = 0.1
 _NO_ROWS = np.empty(0, np.uint8)
-
-
-def _padded(size: int) -> int:
-    """Bytes of a body that holds so many."""
-    return (size + 7) & ~7
 
 
 class RemoteReader:
@@ -157,7 +153,7 @@ class RemoteReader:
             return [header.pack(), block, keys.data.cast("B")]
 
         header, _ = self._ask(frame, rows.reshape(-1).view(np.uint8))
-        if header.kind != Kind.ROWS or header.items != len(keys) or header.body != _padded(rows.nbytes):
+        if header.kind != Kind.ROWS or header.items != len(keys) or header.body != padded_size(rows.nbytes):
             raise ServerError(f"{self._name} answers a pull with {Kind(header.kind).name} of {header.items} rows")
 
     @property
@@ -187,7 +183,7 @@ class RemoteReader:
         self._requests += 1
         self._stream.send(frame(self._requests))
         header = unpack_header(self._receive(np.empty(HEADER_BYTES, np.uint8)).data)
-        if header.kind == Kind.ROWS and header.body == _padded(len(rows)):
+        if header.kind == Kind.ROWS and header.body == padded_size(len(rows)):
             body = self._receive(rows)
             self._receive(np.empty(header.body - len(rows), np.uint8))
         else:

@@ -72,6 +72,12 @@ class Credentials:
         try:
             self.identity.require(self.cluster, role, name, app)
         except NotAuthorised as error:
+            if role is Role.WORKER and self.identity.role is Role.READER:
+                raise ConfigError(
+                    f"the certificate {self._files.cert} has the role reader, which may only read: {error}. Use "
+                    "elasticps.reader(url) to read with it; to train, name a worker's certificate in the URL "
+                    f"(`elasticps certificates AUTHORITY '{self.cluster}/worker/{app}/*'` makes one)"
+                ) from None
             raise ConfigError(f"the certificate {self._files.cert} is somebody else's: {error}") from None
 
     def expect(self, name: str) -> Expect:

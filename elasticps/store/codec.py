@@ -81,13 +81,17 @@ def _to_int8(source: int, dim: int, target: int) -> None:
 
 @kernel
 def _from_int8(source: int, dim: int, target: int) -> None:
-    numbers = source + 4 * ((dim + GROUP - 1) // GROUP)
-    scales = carray(pointer(source), ((dim + GROUP - 1) // GROUP,), np.float32)
-    whole = carray(pointer(numbers), (dim,), np.int8)
-    x = carray(pointer(target), (dim,), np.float32)
-    for g in range(scales.shape[0]):
+    """A loop for each scale over arrays of its floats alone: indices that begin at 0 need no check for negative ones,
+    without which the loop takes many floats at a time."""
+    groups = (dim + GROUP - 1) // GROUP
+    scales = carray(pointer(source), (groups,), np.float32)
+    for g in range(groups):
+        first = g * GROUP
+        count = min(dim - first, GROUP)
         scale = scales[g]
-        for j in range(g * GROUP, min((g + 1) * GROUP, dim)):
+        whole = carray(pointer(source + 4 * groups + first), (count,), np.int8)
+        x = carray(pointer(target + 4 * first), (count,), np.float32)
+        for j in range(count):
             x[j] = np.float32(whole[j]) * scale
 
 

@@ -1,8 +1,9 @@
 """The journal of changed keys: which rows changed since some position, for readers of the rows.
 
 A ring of words, into which whoever changes rows writes their keys, in the order of the changes: a table's id, how many
-keys, the keys. It says which rows to look at, not what was done to them: a reader of the ring looks each key up, and
-finds its newest row, or none. Positions count words ever written, so what is before `oldest` has been written over.
+keys and how wide their rows are, the keys. It says which rows to look at, not what was done to them: a reader of the
+ring looks each key up, and finds its newest row, or none. Positions count words ever written, so what is before
+`oldest` has been written over.
 """
 
 from __future__ import annotations
@@ -52,6 +53,11 @@ J_WORDS, J_SIZE, J_END, J_OLDEST, J_FIELDS = range(5)
 """Of a journal's header: the ring's address and size, the positions behind the newest entry and of the oldest."""
 POOL_BYTES = 8 << 20
 HEAD = 2  # words before an entry's keys
+ENTRY_BYTES = 1 << 20  # of the rows of an entry's keys at most, or it has one key
+WIDTH_BIT = 40  # of an entry's second word: above it floats of a row, below it the number of keys
+_COUNT = (1 << WIDTH_BIT) - 1
+FRAME_KEYS = 1 << 14  # of one frame of a window, about: a millisecond or two,
+FRAME_BYTES = 4 << 20  # and of its rows, about
 
 
 @kernel
@@ -65,8 +71,19 @@ def _copy_in(journal: int, position: int, source: int, n: int) -> None:
 
 
 @kernel
-def note(journal: int, table: int, keys_at: int, n: int) -> None:
-    """Adds keys [n] of a table, at an address. If they are more than fit, nothing older or of these can be read."""
+def note(journal: int, table: int, width: int, keys_at: int, n: int) -> None:
+    """Adds keys [n] of a table with rows of so many floats, at an address: in several entries, so that whoever reads
+    the ring can stop after any megabyte of rows."""
+    most, done = max(1, ENTRY_BYTES // (4 * width)), 0
+    while done < n:
+        count = min(n - done, most)
+        _note_entry(journal, table, width, keys_at + 8 * done, count)
+        done += count
+
+
+@kernel
+def _note_entry(journal: int, table: int, width: int, keys_at: int, n: int) -> None:
+    """Adds an entry. If it is larger than the ring, nothing older or of it can be read."""
     size, end = load64(journal + 8 * J_SIZE), load64(journal + 8 * J_END)
     store64(journal + 8 * J_END, end + HEAD + n)
     if HEAD + n > size:
@@ -74,24 +91,26 @@ def note(journal: int, table: int, keys_at: int, n: int) -> None:
         return
     ring = load64(journal + 8 * J_WORDS)
     store64(ring + 8 * (end % size), table)
-    store64(ring + 8 * ((end + 1) % size), n)
+    store64(ring + 8 * ((end + 1) % size), n | width << WIDTH_BIT)
     _copy_in(journal, end + HEAD, keys_at, n)
 
 
-@linked(INT, INT, KEYS)
-def note_keys(journal: int, table: int, keys: NDArray[np.int64]) -> None:
+@linked(INT, INT, INT, KEYS)
+def note_keys(journal: int, table: int, width: int, keys: NDArray[np.int64]) -> None:
     """`note`, of an array."""
-    note(journal, table, keys.ctypes.data, keys.shape[0])
+    note(journal, table, width, keys.ctypes.data, keys.shape[0])
 
 
-@linked(INT, INT, INT, INT, WORDS)
-def list_tables(journal: int, start: int, end: int, most: int, out: NDArray[np.int64]) -> int:
+@linked(INT, INT, INT, INT, INT, WORDS)
+def list_tables(journal: int, start: int, end: int, most: int, most_bytes: int, out: NDArray[np.int64]) -> int:
     """Writes the tables of the entries from `start` on, each once as often as it follows another one, until they have
-    about `most` keys; returns how many. out[0] gets the position behind the last entry looked at."""
+    about `most` keys, or these about so many bytes of rows as float32; returns how many. out[0] gets the position
+    behind the last entry looked at."""
     ring, size = load64(journal + 8 * J_WORDS), load64(journal + 8 * J_SIZE)
-    n, keys, at = 1, 0, start
-    while at < end and keys < most and n < out.shape[0]:
-        table, count = load64(ring + 8 * (at % size)), load64(ring + 8 * ((at + 1) % size))
+    n, keys, size_of_rows, at = 1, 0, 0, start
+    while at < end and keys < most and size_of_rows < most_bytes and n < out.shape[0]:
+        table, second = load64(ring + 8 * (at % size)), load64(ring + 8 * ((at + 1) % size))
+        count = second & _COUNT
         known = False
         for i in range(1, n):
             known |= out[i] == table
@@ -99,6 +118,7 @@ def list_tables(journal: int, start: int, end: int, most: int, out: NDArray[np.i
             out[n] = table
             n += 1
         keys += count
+        size_of_rows += 4 * count * (second >> WIDTH_BIT)
         at += HEAD + count
     out[0] = at
     return n - 1
@@ -121,7 +141,7 @@ def collect(
     mask = np.uint64(slots - 1)
     n, at = 0, start
     while at < end:
-        count = load64(ring + 8 * ((at + 1) % size))
+        count = load64(ring + 8 * ((at + 1) % size)) & _COUNT
         if load64(ring + 8 * (at % size)) == table:
             place = (at + HEAD) % size
             for _ in range(count):
@@ -247,14 +267,14 @@ class Journal:
         """The first position that has not been written over; an entry may have begun before it."""
         return max(int(self._header[J_OLDEST]), self.end - len(self._ring))
 
-    def note(self, table: int, keys: NDArray[np.int64]) -> None:
-        """Adds keys of a table."""
+    def note(self, table: int, width: int, keys: NDArray[np.int64]) -> None:
+        """Adds keys of a table whose rows have so many floats."""
         if len(keys):
-            note_keys(self.address, table, np.ascontiguousarray(keys, np.int64))
+            note_keys(self.address, table, width, np.ascontiguousarray(keys, np.int64))
 
     def note_cleared(self, table: int, ranges: NDArray[np.int64]) -> None:
         """Adds that a table has lost all rows of some ranges."""
-        note_keys(self.address, table | CLEARED, np.ascontiguousarray(ranges, np.int64))
+        note_keys(self.address, table | CLEARED, 1, np.ascontiguousarray(ranges, np.int64))
 
     def cleared(self, table: int, start: int, end: int) -> NDArray[np.int64]:
         """The ranges of which a table has lost all rows, between two positions, each once."""
@@ -265,14 +285,15 @@ class Journal:
         """The entries between two positions, as they were noted, copied."""
         ring, at = self._ring, start
         while at < end:
-            table, n = ring[at % len(ring)], int(ring[(at + 1) % len(ring)])
+            table, n = ring[at % len(ring)], int(ring[(at + 1) % len(ring)]) & _COUNT
             yield int(table), ring[(at + HEAD + np.arange(n)) % len(ring)]
             at += HEAD + n
 
-    def tables(self, start: int, most: int) -> tuple[list[int], int]:
-        """The tables of the entries from `start` on, until they have about `most` keys, and the position behind."""
+    def tables(self, start: int, most: int = FRAME_KEYS, most_bytes: int = FRAME_BYTES) -> tuple[list[int], int]:
+        """The tables of the entries from `start` on, until they have about `most` keys or so many bytes of rows, and
+        the position behind."""
         found = self._listed
-        n = int(list_tables(self.address, start, self.end, most, found))
+        n = int(list_tables(self.address, start, self.end, most, most_bytes, found))
         return found[1 : n + 1].tolist(), int(found[0])
 
     def read(
@@ -312,6 +333,6 @@ def warm() -> None:
         descriptors, entries = np.zeros((2, DESCRIPTOR), np.int64), np.zeros((8, 2), np.int64)
         descriptors[:, D_SEGMENT], descriptors[:, D_CAPACITY] = entries.ctypes.data, 4
         header[H_DESCRIPTORS], header[H_SHIFT], header[H_DIM] = descriptors.ctypes.data, 63, 1
-        journal.note(1, np.zeros(1, np.int64))
+        journal.note(1, 1, np.zeros(1, np.int64))
         journal.tables(0, 1)
         journal.read(header, 1, 0, journal.end, np.ones(2, np.int64), 0, 1)

@@ -88,7 +88,7 @@ class Store:
     def note_changed(self, table_id: int, keys: NDArray[np.int64]) -> None:
         """Rows of these keys have changed, or are new."""
         if self.journal is not None:
-            self.journal.note(table_id, keys)
+            self.journal.note(table_id, self.tables[table_id].spec.dim, keys)
 
     def belong(self, apps: Mapping[int, str]) -> None:
         """Sets the owners of tables, by id. A table whose owner is known keeps it."""

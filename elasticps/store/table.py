@@ -252,7 +252,7 @@ class Table:
         self._find_to_change(keys, self._scratch_rows(len(keys)))
         index.remove(self._header, keys)
         if self.journal is not None:
-            self.journal.note(self.table_id, keys)
+            self.journal.note(self.table_id, self.spec.dim, keys)
         self._memory.with_holes.add(self.table_id)
         if not self._header[field.H_ROWS]:
             self._release_rows()

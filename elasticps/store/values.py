@@ -26,6 +26,7 @@ from elasticps.store.native import (
     copy,
     float32_bits,
     float32_from_bits,
+    float32_from_half,
     float64_bits,
     float64_from_bits,
     inlined,
@@ -111,15 +112,7 @@ def float16_of(x: np.float32) -> int:
 @kernel
 def float16_value(bits: int | np.int64) -> np.float32:
     """The value of float16 bits, exactly."""
-    sign = (bits & 0x8000) << 16
-    exponent = bits & 0x7C00
-    magnitude = (bits & 0x7FFF) << 13
-    if exponent == 0x7C00:
-        return float32_from_bits(sign | 0x7F800000 | magnitude)
-    if exponent == 0:  # subnormal: 2^-14 + value - 2^-14
-        value = float32_from_bits(magnitude + 0x38800000) - float32_from_bits(0x38800000)
-        return float32_from_bits(sign | float32_bits(value))
-    return float32_from_bits(sign | (magnitude + 0x38000000))
+    return float32_from_half(bits)
 
 
 @kernel

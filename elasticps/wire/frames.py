@@ -254,6 +254,11 @@ def portions(items: Sequence[T], most: int, most_bytes: int, size: Callable[[T],
 # --- ranges and progress ------------------------------------------------------------------------------------------
 
 
+def padded_size(size: int) -> int:
+    """The bytes of a body that holds so many: a multiple of 8."""
+    return (size + 7) & ~7
+
+
 def padded(body: bytes) -> bytes:
     """The bytes, with zeros up to a multiple of 8."""
     return body + b"\0" * (-len(body) % 8)

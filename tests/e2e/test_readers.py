@@ -305,7 +305,10 @@ def test_a_reader_proves_its_role_and_reads_its_application_only() -> None:
                 eventually(shows(one, users))
         with pytest.raises(eps.ConfigError, match=r"this is .*coordinator"):
             eps.reader(secure._url_of(Role.COORDINATOR), timeout=10)
-        with pytest.raises(eps.ConfigError, match="worker"):
+        remedy = (
+            r"role reader, which may only read: .*Use elasticps\.reader\(url\) .*`elasticps certificates AUTHORITY "
+        )
+        with pytest.raises(eps.ConfigError, match=remedy + r"'\w+/worker/default/\*'`"):
             eps.connect(secure._url_of(Role.READER), worker="w1", timeout=10)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,14 +17,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 import elasticps as eps
+from elasticps.cli.status import look
 from elasticps.readers.pull_server import PullServer
+from elasticps.server.roles.readers import CREDIT_BYTES, JOURNAL_WORDS
+from elasticps.store.journal import ENTRY_BYTES, FRAME_BYTES
 from tests.e2e.test_readers import DIM, KEYS, make_again, push, shows, table_of, training
 from tests.e2e.test_readers_through_changes import equals
 from tests.processes import process, reader_process
 from tests.waiting import eventually
 
+SLACK_BYTES = 48 << 20  # of a server's memory, for all but readers
 STOPPED_S = 7.0  # longer than a lease, and than a silent server is waited for
 
 
@@ -142,6 +149,57 @@ def test_a_relay_and_a_publisher_that_are_stopped_go_on(own: eps.LocalCluster, t
                 return np.array_equal(found.keys, there) and bool((found.pull(there) == rows).all())
 
             eventually(published, 60.0)
+
+
+def unread_bytes(url: str) -> int:
+    """The bytes that a server has sent to a reader which has not applied them: the most of any server."""
+    servers = asyncio.run(look(url, 30.0))["servers"]
+    return max(int(one["unread_bytes"]) for server in servers for one in server["readers"])
+
+
+def private_bytes(pid: int) -> int:
+    """Memory that a process has for itself."""
+    found = re.search(r"RssAnon:\s*(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert found is not None
+    return int(found[1]) << 10
+
+
+def test_a_stopped_reader_costs_tails_bounded_memory_and_gets_all_that_changed() -> None:
+    """First rows of 16 KB change, many times the bytes that may be on their way to a reader and more than a frame can
+    have; then more keys than the servers note."""
+    rng, few, many = np.random.default_rng(25), np.arange(5000), np.arange(1 << 16)
+    at_once = CREDIT_BYTES + FRAME_BYTES + 2 * ENTRY_BYTES
+    with eps.LocalCluster(servers=1, replicas=1) as alone, eps.connect(alone.url, worker="w0") as ps:
+        wide = ps.table("wide", dim=4096, optimizer=eps.SGD(lr=0.5))
+        users = ps.table("users", dim=2, optimizer=eps.SGD(lr=0.5))
+
+        def change(table: eps.SparseTable, keys: NDArray[np.int64], parts: int) -> None:
+            for some in np.array_split(keys, parts):
+                grads = rng.random((len(some), 1), np.float32).repeat(table.spec.dim, axis=1)
+                ps.push({table: (some, grads)}).result()
+
+        def shown() -> bool:
+            there = remote.pull({"wide": few, "users": many})
+            return bool((there["wide"] == expected[0]).all() and (there["users"] == expected[1]).all())
+
+        change(wide, few, 3)
+        change(users, many, 1)
+        with (
+            reader_process(alone.url, "--every", "0.005") as (reader, ready),
+            eps.remote_reader(ready["pulls"]) as remote,
+        ):
+            expected = wide.pull(few), users.pull(many)
+            eventually(shown)
+            before = private_bytes(alone.servers[0].pid)
+            often = 5 * JOURNAL_WORDS // (4 * len(many))
+            for table, keys, parts, times in ((wide, few, 3, 1), (users, many, 1, often)):
+                with stopped(reader.pid):
+                    for _ in range(times):
+                        change(table, keys, parts)
+                    assert 0 < unread_bytes(alone.url) <= at_once
+                    assert private_bytes(alone.servers[0].pid) - before < at_once + 8 * JOURNAL_WORDS + SLACK_BYTES
+                expected = wide.pull(few), users.pull(many)
+                eventually(shown, 60.0)
 
 
 def test_pulls_go_on_when_a_table_is_made_again(own: eps.LocalCluster) -> None:

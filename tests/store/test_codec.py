@@ -86,6 +86,17 @@ def test_int8_is_within_half_a_step_of_the_groups_largest(rows: Floats) -> None:
                 assert np.abs(got[at : at + GROUP]).max() == pytest.approx(127 * step, rel=1e-6)
 
 
+@given(st.integers(0, 1 << 30), st.integers(0, 5), st.sampled_from([1, 3, 16, 64, 255, 256, 257, 600]))
+def test_int8_is_each_number_times_its_groups_scale_whatever_the_words_are(seed: int, n: int, dim: int) -> None:
+    coded = np.random.default_rng(seed).integers(0, 1 << 32, (n, Int8().words(dim)), np.uint32)
+    groups = -(-dim // GROUP)
+    scales = coded[:, :groups].view(np.float32).repeat(GROUP, axis=1)[:, :dim]
+    numbers = np.ascontiguousarray(coded[:, groups:]).view(np.int8)[:, :dim]
+    with np.errstate(over="ignore", invalid="ignore"):
+        expected = numbers.astype(np.float32) * scales
+    assert same(Codec([Int8()], dim).decode(coded.view(np.float32)), expected)
+
+
 @given(rows_of(usual), st.sampled_from([math.nan, math.inf, -math.inf]))
 def test_int8_preserves_that_a_group_is_not_finite(rows: Floats, wrong: float) -> None:
     if not rows.size:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import elasticps as eps
 from elasticps.store import Store
 from elasticps.store.codec import Codec
-from elasticps.store.journal import CLEARED, Journal
+from elasticps.store.journal import CLEARED, ENTRY_BYTES, Journal
 
 RANGES, DIM = 8, 6
 
@@ -60,7 +60,7 @@ def check(
     store: Store, journal: Journal, start: int, included: np.ndarray, changed: dict[int, set[int]],
     cleared: dict[int, set[int]],
 ) -> None:  # fmt: skip
-    tables, end = journal.tables(start, 1 << 20)
+    tables, end = journal.tables(start)
     assert end == journal.end
     assert {number & ~CLEARED for number in tables} == {n for n, keys in changed.items() if keys} | cleared.keys()
     for number, table in store.tables.items():
@@ -82,7 +82,7 @@ def test_rows_are_encoded_as_the_codec_does(dtype: str, filters: list[eps.Float1
     journal, keys = Journal(1 << 10), np.arange(40)
     table = store_with(journal, dtype).tables[1]
     table.put(keys, np.random.default_rng(1).random((len(keys), DIM), np.float32))
-    journal.note(1, keys)
+    journal.note(1, DIM, keys)
     codec = Codec(filters, DIM)
     found = journal.read(table.header, 1, 0, journal.end, np.ones(RANGES, np.int64), codec.code, codec.words)
     rows = np.empty((len(keys), DIM), np.float32)
@@ -92,12 +92,38 @@ def test_rows_are_encoded_as_the_codec_does(dtype: str, filters: list[eps.Float1
 
 def test_what_does_not_fit_is_lost_with_all_before() -> None:
     journal = Journal(16)
-    journal.note(1, np.arange(3))
+    journal.note(1, DIM, np.arange(3))
     assert journal.oldest == 0
-    journal.note(1, np.arange(100))
+    journal.note(1, DIM, np.arange(100))
     assert journal.oldest == journal.end
     start = journal.end
-    journal.note(2, np.arange(5))
+    journal.note(2, DIM, np.arange(5))
     assert [(number, keys.tolist()) for number, keys in journal.entries(start, journal.end)] == [(2, [0, 1, 2, 3, 4])]
-    journal.note(1, np.arange(12))
+    journal.note(1, DIM, np.arange(12))
     assert journal.oldest > start
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_frame_has_about_so_many_keys_and_bytes_of_rows_however_many_were_noted_at_once(data: st.DataObject) -> None:
+    journal, noted = Journal(1 << 14), list[tuple[int, int, int]]()  # table, floats of its rows, key
+    for width in data.draw(st.lists(st.sampled_from([1, 8, 5000, 65536]), min_size=1, max_size=8)):
+        table, n = 1 + width % 7, data.draw(st.integers(1, 300))
+        keys = np.arange(n) + len(noted)
+        noted += [(table, width, key) for key in keys.tolist()]
+        journal.note(table, width, keys)
+    most, most_bytes = data.draw(st.integers(1, 400)), data.draw(st.integers(1, 1 << 24))
+    at, next_key = 0, 0
+    while at < journal.end:
+        tables, end = journal.tables(at, most, most_bytes)
+        assert end > at
+        entries = list(journal.entries(at, end))
+        frame = noted[next_key : next_key + sum(len(keys) for _, keys in entries)]
+        assert [(table, key) for table, keys in entries for key in keys.tolist()] == [(t, key) for t, _, key in frame]
+        assert tables == list(dict.fromkeys(table for table, _ in entries))
+        last = len(entries[-1][1])
+        assert len(frame) - last < most
+        assert sum(4 * width for _, width, _ in frame[: len(frame) - last]) < most_bytes
+        assert last == 1 or sum(4 * width for _, width, _ in frame[len(frame) - last :]) <= ENTRY_BYTES
+        at, next_key = end, next_key + len(frame)
+    assert next_key == len(noted)

@@ -101,6 +101,18 @@ def test_every_float16_is_read_and_written_as_numpy_does() -> None:
     np.testing.assert_array_equal([values.float16_of(x) for x in expected[finite]], bits[finite])
 
 
+def test_float16_is_read_right_where_the_processor_takes_subnormal_numbers_for_zero() -> None:
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    expected = bits.view(np.float16).astype(np.float32)
+    read = np.empty(len(bits), np.float32)
+    torch.set_flush_denormal(True)
+    try:
+        values.unpack(bits.ctypes.data, read, spec.DTYPES.index("float16"))
+    finally:
+        torch.set_flush_denormal(False)
+    np.testing.assert_array_equal(read, expected)
+
+
 def test_rounding_to_two_bytes_is_to_nearest_even() -> None:
     random = np.random.default_rng(1)
     x = random.integers(0, 1 << 32, 20_000, dtype=np.uint64).astype(np.uint32).view(np.float32)

@@ -300,7 +300,7 @@ def apply(h, first, blocks):
             grads = matrix(gradients(h, b, first, k), k, header[H_DIM])
             updates.apply(update, header, keys, grads, v, rows, updates.USED)
         if h[H_JOURNAL] and n:
-            journal.note(h[H_JOURNAL], load64(b + 8 * B_TABLE), keys_at, n)
+            journal.note(h[H_JOURNAL], load64(b + 8 * B_TABLE), header[H_DIM], keys_at, n)
         h[H_ROWS_APPLIED] += n
         b += 8 * BLOCK
     h[H_APPLIED] += 1

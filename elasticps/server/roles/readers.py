@@ -34,7 +34,6 @@ from replication.messages import Seqs
 log = fields.logger(__name__)
 
 JOURNAL_WORDS = 1 << 21  # 16 MB of keys: about as many pushes as a failover takes
-KEYS_AT_ONCE = 1 << 14  # of one frame of a window; about a millisecond or two
 CREDIT_BYTES = 8 << 20  # of windows that a reader has not acknowledged
 MOST_READS = 8  # READ_RANGEs of a reader that wait
 SHARE = 4  # one part in so many of this server's time goes to readers, at most,
@@ -321,7 +320,7 @@ class ReaderFeeds:
         new, dropped = self._list_tables(reader)
         upto, tables = journal.end, list[int]()
         if reader.cursor < upto:
-            tables, upto = journal.tables(reader.cursor, KEYS_AT_ONCE)
+            tables, upto = journal.tables(reader.cursor)
         complete = upto == journal.end
         seqs = self._replica.seq[reader.ranges]
         changed = bool(tables or new or dropped) or not np.array_equal(seqs, reader.sent.seqs[reader.ranges])
