@@ -17,16 +17,31 @@ _FLAGS = types.Array(types.boolean, 1, "C", readonly=True)
 
 @njit(
     nogil=True, cache=True, error_model="numpy",
-    signature=(_TABLE, _WORDS, _WORDS, _WORDS, _WORDS, _TABLE, _WORDS),
+    signature=(_WORDS, _WORDS, _WORDS, _TABLE, _WORDS, _WORDS, _WORDS, _TABLE, _TABLE, _WORDS),
 )  # fmt: skip
-def changed_runs(
-    progress: NDArray[np.int64], rows: NDArray[np.int64], columns: NDArray[np.int64], workers: NDArray[np.int64],
-    ranges: NDArray[np.int64], sent: NDArray[np.int64], out: NDArray[np.int64],
-) -> int:  # fmt: skip
-    """Writes what differs between progress[rows[w], columns[ranges[i]]] and sent[w, i] as runs of ranges that follow
-    each other, by worker, and takes it into `sent`; returns how many runs. ranges: ascending; out: words of as many
-    runs as `sent` has numbers."""
-    n = 0
+def write_state(
+    seqs: NDArray[np.int64], sent_seqs: NDArray[np.int64], ranges: NDArray[np.int64], progress: NDArray[np.int64],
+    rows: NDArray[np.int64], columns: NDArray[np.int64], workers: NDArray[np.int64], sent: NDArray[np.int64],
+    ended: NDArray[np.int64], out: NDArray[np.int64],
+) -> tuple[int, int]:  # fmt: skip
+    """Writes a WINDOW's state: of which ranges seqs differ from `sent_seqs`, and these; and, as runs of ranges that
+    follow each other, by worker, what differs between progress[rows[w], columns[ranges[i]]] and sent[w, i], behind the
+    runs `ended` [k, RUN]. Takes it into what was sent; returns how many ranges, and how many words. ranges: ascending;
+    out: room for all, see `state_words`."""
+    moved = 0
+    for r in ranges:
+        moved += seqs[r] != sent_seqs[r]
+    i = 0
+    for r in ranges:
+        if seqs[r] != sent_seqs[r]:
+            out[i], out[moved + i] = r, seqs[r]
+            sent_seqs[r] = seqs[r]
+            i += 1
+    begin = 2 * moved + 1
+    n = begin
+    for i in range(ended.shape[0]):
+        out[n : n + RUN] = ended[i]
+        n += RUN
     for w in range(workers.shape[0]):
         open_run = False
         for i in range(ranges.shape[0]):
@@ -35,15 +50,21 @@ def changed_runs(
                 open_run = False
                 continue
             sent[w, i] = value
-            if open_run and out[RUN * n - 2] == ranges[i] - 1 and out[RUN * n - 1] == value:
-                out[RUN * n - 2] = ranges[i]
+            if open_run and out[n - 2] == ranges[i] - 1 and out[n - 1] == value:
+                out[n - 2] = ranges[i]
                 continue
-            out[RUN * n] = workers[w]
-            out[RUN * n + 1] = out[RUN * n + 2] = ranges[i]
-            out[RUN * n + 3] = value
-            n += 1
+            out[n] = workers[w]
+            out[n + 1] = out[n + 2] = ranges[i]
+            out[n + 3] = value
+            n += RUN
             open_run = True
-    return n
+    out[begin - 1] = (n - begin) // RUN
+    return moved, n
+
+
+def state_words(ranges: int, workers: int, ended: int) -> int:
+    """The most words that `write_state` writes."""
+    return 2 * ranges + 1 + RUN * (workers * ranges + ended)
 
 
 @njit(
@@ -81,4 +102,5 @@ def warm() -> None:
     """Compiles, or loads from the cache, what servers do for readers."""
     with compiled_once(__file__):
         nothing, none = np.zeros((1, 1), np.int64), np.zeros(1, np.int64)
-        changed_runs(nothing, none, none, none, none, nothing.copy(), np.zeros(RUN, np.int64))
+        ended, out = np.zeros((0, RUN), np.int64), np.zeros(state_words(1, 1, 0), np.int64)
+        write_state(none, none.copy(), none, nothing, none, none, none, nothing.copy(), ended, out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from json import dumps
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -106,8 +107,6 @@ class Subscribe(NamedTuple):
 
     def frame(self) -> list[Buffer]:
         """As it is sent."""
-        from json import dumps
-
         document = {"tables": None if self.tables is None else list(self.tables)}
         names = dumps(document if self.share.whole else document | {"share": list(self.share)}).encode()
         flags = FINE if self.fine_ms else 0
@@ -256,6 +255,44 @@ class Progresses(NamedTuple):
         return cls(np.stack([workers[w[first]], ranges[at[first]], ranges[at[last]], values[first]], axis=1))
 
 
+class WindowState(NamedTuple):
+    """What stands at the end of a window, as it is sent: how many ranges it names; these, their sequence numbers, and
+    the runs of progress behind how many; records of steps."""
+
+    moved: int
+    words: Ints
+    records: Sequence[tuple[int, StepRecord]]
+
+    @classmethod
+    def of(
+        cls, ranges: Ints, positions: Ints, progress: Progresses, records: Sequence[tuple[int, StepRecord]]
+    ) -> WindowState:  # fmt: skip
+        """Of ranges [n], their sequence numbers, and progress."""
+        runs = progress.runs
+        return cls(len(ranges), np.concatenate([ranges, positions, [len(runs)], runs.ravel()]), records)
+
+    def join(self) -> bytes:
+        """As it is sent."""
+        parts = [self.words.tobytes(), _COUNT.pack(len(self.records))]
+        parts += [_int64(worker, record.clock, record.committed) + record.bits for worker, record in self.records]
+        return b"".join(parts)
+
+
+def window_frame(
+    epoch: int, number: int, time_us: int, state: WindowState | None, blocks: int, written: Buffer,
+    tables: Sequence[tuple[int, str]], dropped: Sequence[int],
+) -> list[Buffer]:  # fmt: skip
+    """A WINDOW of so many blocks, which are written already; see `WindowFrame`. state: None if it is not complete."""
+    names = dumps({"tables": tables, "dropped": dropped}).encode() if tables or dropped else b""
+    front = padded(names) + (b"" if state is None else state.join())
+    header = Header(
+        Kind.WINDOW, 0 if state is None else LAST, len(front) + len(written), epoch=epoch, clock=number,
+        worker=time_us >> 32, wait_ms=time_us & 0xFFFFFFFF, items=blocks, table=0 if state is None else state.moved,
+        bound=len(names),
+    )  # fmt: skip
+    return [header.pack() + front, written]
+
+
 class WindowFrame(NamedTuple):
     """WINDOW: what changed at a server since the window before. number: counts the connection's windows from 1;
     time_us: when it was read, microseconds since 1970. complete: with it the reader has the state of that moment;
@@ -276,26 +313,11 @@ class WindowFrame(NamedTuple):
 
     def frame(self) -> list[Buffer]:
         """As it is sent."""
-        from json import dumps
-
-        names = b""
-        if self.tables or self.dropped:
-            names = dumps({"tables": [list(one) for one in self.tables], "dropped": list(self.dropped)}).encode()
-        header = Header(
-            Kind.WINDOW, LAST if self.complete else 0, epoch=self.epoch, clock=self.number,
-            worker=self.time_us >> 32, wait_ms=self.time_us & 0xFFFFFFFF, items=len(self.blocks),
-            table=len(self.ranges), bound=len(names),
-        )  # fmt: skip
-        parts: list[Buffer] = [padded(names)] if names else []
-        if self.complete:
-            runs, records = self.progress.runs, self.records
-            state = [self.ranges.tobytes(), self.positions.tobytes(), _COUNT.pack(len(runs)), runs.tobytes()]
-            state.append(_COUNT.pack(len(records)))
-            state += [_int64(worker, record.clock, record.committed) + record.bits for worker, record in records]
-            parts.append(b"".join(state))
-        for block in self.blocks:
-            parts += _write_block(block)
-        return _frame(header, parts)
+        state = WindowState.of(self.ranges, self.positions, self.progress, self.records) if self.complete else None
+        written = b"".join(memoryview(part).cast("B") for block in self.blocks for part in _write_block(block))
+        return window_frame(
+            self.epoch, self.number, self.time_us, state, len(self.blocks), written, self.tables, self.dropped
+        )
 
     @classmethod
     def of(cls, header: Header, body: Bytes, ranges: int) -> WindowFrame:
