@@ -17,17 +17,17 @@ _FLAGS = types.Array(types.boolean, 1, "C", readonly=True)
 
 @njit(
     nogil=True, cache=True, error_model="numpy",
-    signature=(_WORDS, _WORDS, _WORDS, _TABLE, _WORDS, _WORDS, _WORDS, _TABLE, _TABLE, _WORDS),
+    signature=(_WORDS, _WORDS, _WORDS, _TABLE, _WORDS, _WORDS, _WORDS, _TABLE, _TABLE, types.int64, _WORDS),
 )  # fmt: skip
 def write_state(
     seqs: NDArray[np.int64], sent_seqs: NDArray[np.int64], ranges: NDArray[np.int64], progress: NDArray[np.int64],
     rows: NDArray[np.int64], columns: NDArray[np.int64], workers: NDArray[np.int64], sent: NDArray[np.int64],
-    ended: NDArray[np.int64], out: NDArray[np.int64],
+    ended: NDArray[np.int64], records: int, out: NDArray[np.int64],
 ) -> tuple[int, int]:  # fmt: skip
-    """Writes a WINDOW's state: of which ranges seqs differ from `sent_seqs`, and these; and, as runs of ranges that
-    follow each other, by worker, what differs between progress[rows[w], columns[ranges[i]]] and sent[w, i], behind the
-    runs `ended` [k, RUN]. Takes it into what was sent; returns how many ranges, and how many words. ranges: ascending;
-    out: room for all, see `state_words`."""
+    """Writes a WINDOW's state, up to the records of steps: of which ranges seqs differ from `sent_seqs`, and these; as
+    runs of ranges that follow each other, by worker, what differs between progress[rows[w], columns[ranges[i]]] and
+    sent[w, i], behind the runs `ended` [k, RUN]; and how many records follow. Takes it into what was sent; returns how
+    many ranges, and how many words. ranges: ascending; out: room for all, see `state_words`."""
     moved = 0
     for r in ranges:
         moved += seqs[r] != sent_seqs[r]
@@ -59,12 +59,13 @@ def write_state(
             n += RUN
             open_run = True
     out[begin - 1] = (n - begin) // RUN
-    return moved, n
+    out[n] = records
+    return moved, n + 1
 
 
 def state_words(ranges: int, workers: int, ended: int) -> int:
     """The most words that `write_state` writes."""
-    return 2 * ranges + 1 + RUN * (workers * ranges + ended)
+    return 2 * ranges + 2 + RUN * (workers * ranges + ended)
 
 
 @njit(
@@ -103,4 +104,4 @@ def warm() -> None:
     with compiled_once(__file__):
         nothing, none = np.zeros((1, 1), np.int64), np.zeros(1, np.int64)
         ended, out = np.zeros((0, RUN), np.int64), np.zeros(state_words(1, 1, 0), np.int64)
-        write_state(none, none.copy(), none, nothing, none, none, none, nothing.copy(), ended, out)
+        write_state(none, none.copy(), none, nothing, none, none, none, nothing.copy(), ended, 0, out)

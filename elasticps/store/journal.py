@@ -51,7 +51,7 @@ share_index: Any = _share_index
 J_WORDS, J_SIZE, J_END, J_OLDEST, J_FIELDS = range(5)
 """Of a journal's header: the ring's address and size, the positions behind the newest entry and of the oldest."""
 POOL_BYTES = 8 << 20
-ROOM = 64 << 10  # bytes for blocks, at least
+ROOM = 128 << 10  # bytes; memory for blocks is taken in multiples of it
 HEAD = 2  # words before an entry's keys
 CLEARED = 1 << 40
 """Added to a table's id where an entry has ranges that were cleared instead of keys."""
@@ -374,7 +374,7 @@ class Journal:
         while True:
             body = self._pool.take(self._room)
             used = 8 * int(write_changes(self.address, start, end, tables, included, self._keys, self._seen, body))
-            self._room = max(ROOM, used + used // 4)
+            self._room = ROOM * (1 + (used + used // 2) // ROOM)  # windows differ, and to try again costs more
             if used <= len(body):
                 return int(np.count_nonzero(tables[:, T_NAMED])), body[:used].data
 

@@ -15,10 +15,13 @@ from elasticps.kernels.windows import BLOCK, FIRST_BLOCK, RECORDS, locate
 from elasticps.model.key_share import ALL_KEYS, KeyShare
 from elasticps.wire.frames import (
     DIGESTS,
+    HEADER,
     LAST,
+    MAGIC,
     MAX_BODY_BYTES,
     MAX_DIM,
     MAX_RANGES,
+    VERSION,
     Buffer,
     FrameError,
     Header,
@@ -44,6 +47,7 @@ FINE = 2
 
 _BLOCK = struct.Struct("<IIIIII")  # table, rows, words of a row, keys that are gone, ranges that were cleared, 0
 _COUNT = struct.Struct("<q")
+_WINDOW = int(Kind.WINDOW)
 _RUN = 4  # worker, first range, last range, progress
 
 
@@ -255,27 +259,25 @@ class Progresses(NamedTuple):
         return cls(np.stack([workers[w[first]], ranges[at[first]], ranges[at[last]], values[first]], axis=1))
 
 
-class WindowState(NamedTuple):
-    """What stands at the end of a window, as it is sent: how many ranges it names; these, their sequence numbers, and
-    the runs of progress behind how many; records of steps."""
+def write_records(records: Sequence[tuple[int, StepRecord]]) -> bytes:
+    """Records of workers' steps, as they are sent."""
+    return b"".join([_int64(worker, one.clock, one.committed) + one.bits for worker, one in records])
 
-    moved: int
-    words: Ints
-    records: Sequence[tuple[int, StepRecord]]
+
+class WindowState(NamedTuple):
+    """What a complete window says of ranges and workers: of how many ranges, and all of it as it is sent."""
+
+    ranges: int
+    written: bytes
 
     @classmethod
     def of(
         cls, ranges: Ints, positions: Ints, progress: Progresses, records: Sequence[tuple[int, StepRecord]]
-    ) -> WindowState:  # fmt: skip
-        """Of ranges [n], their sequence numbers, and progress."""
+    ) -> WindowState:
+        """Of ranges [n] and their sequence numbers [n], see `WindowFrame`."""
         runs = progress.runs
-        return cls(len(ranges), np.concatenate([ranges, positions, [len(runs)], runs.ravel()]), records)
-
-    def join(self) -> bytes:
-        """As it is sent."""
-        parts = [self.words.tobytes(), _COUNT.pack(len(self.records))]
-        parts += [_int64(worker, record.clock, record.committed) + record.bits for worker, record in self.records]
-        return b"".join(parts)
+        words = np.concatenate([ranges, positions, [len(runs)], runs.ravel(), [len(records)]])
+        return cls(len(ranges), words.tobytes() + write_records(records))
 
 
 def window_frame(
@@ -284,13 +286,13 @@ def window_frame(
 ) -> list[Buffer]:  # fmt: skip
     """A WINDOW of so many blocks, which are written already; see `WindowFrame`. state: None if it is not complete."""
     names = dumps({"tables": tables, "dropped": dropped}).encode() if tables or dropped else b""
-    front = padded(names) + (b"" if state is None else state.join())
-    header = Header(
-        Kind.WINDOW, 0 if state is None else LAST, len(front) + len(written), epoch=epoch, clock=number,
-        worker=time_us >> 32, wait_ms=time_us & 0xFFFFFFFF, items=blocks, table=0 if state is None else state.moved,
-        bound=len(names),
+    ranges, stated = (0, b"") if state is None else state
+    front = padded(names) + stated
+    header = HEADER.pack(
+        MAGIC, VERSION, _WINDOW, 0 if state is None else LAST, len(front) + len(written), 0, epoch, number,
+        time_us >> 32, 0, 0, ranges, blocks, len(names), time_us & 0xFFFFFFFF,
     )  # fmt: skip
-    return [header.pack() + front, written]
+    return [header + front, written]
 
 
 class WindowFrame(NamedTuple):

@@ -11,7 +11,7 @@ from elasticps.kernels.progress import RUN, state_words, write_state
 from elasticps.server.roles.context import Context
 from elasticps.store.codec import Codec
 from elasticps.store.journal import followed_tables
-from elasticps.wire.windows import Progresses, WindowState
+from elasticps.wire.windows import Progresses, WindowState, write_records
 from replication.chain import Ranges
 from replication.step_records import StepRecord, home_range
 
@@ -55,12 +55,13 @@ class SentState:
         """How far ranges and workers have come, as far as that has changed. ranges: that the reader follows here,
         ascending; follows: 1 for these."""
         ended = self._find_workers(ranges)
-        clocks, out = self._replica.clocks, np.empty(state_words(len(ranges), len(self.workers), len(ended)), np.int64)
+        clocks, records = self._replica.clocks, self._new_records(follows)
+        out = np.empty(state_words(len(ranges), len(self.workers), len(ended)), np.int64)
         moved, words = write_state(
             self._replica.seq, self.seqs, ranges, clocks.matrix, self._rows, clocks.columns, self.workers,
-            self.progress, ended, out,
+            self.progress, ended, len(records), out,
         )  # fmt: skip
-        return WindowState(moved, out[:words], self._new_records(follows))
+        return WindowState(moved, out[:words].tobytes() + write_records(records))
 
     def _find_workers(self, ranges: Ranges) -> NDArray[np.int64]:
         """Finds the workers of the roster in the clocks; runs of progress of those that are there no more, which do
