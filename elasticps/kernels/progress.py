@@ -13,6 +13,9 @@ RUN = 4
 _WORDS = types.Array(types.int64, 1, "C")
 _TABLE = types.Array(types.int64, 2, "C")
 _FLAGS = types.Array(types.boolean, 1, "C", readonly=True)
+_FLAGS_OUT = types.Array(types.boolean, 1, "C")
+_SENT = types.Array(types.int64, 1, "C", readonly=True, aligned=False)  # in a frame
+_SENT_RUNS = types.Array(types.int64, 2, "C", readonly=True, aligned=False)
 
 
 @njit(
@@ -70,7 +73,7 @@ def state_words(ranges: int, workers: int, ended: int) -> int:
 
 @njit(
     nogil=True, cache=True, error_model="numpy",
-    signature=(_TABLE, types.int64, _WORDS, _WORDS, _FLAGS, _TABLE),
+    signature=(_SENT_RUNS, types.int64, _WORDS, _WORDS, _FLAGS, _TABLE),
 )  # fmt: skip
 def take_runs(
     runs: NDArray[np.int64], start: int, workers: NDArray[np.int64], rows: NDArray[np.int64],
@@ -97,6 +100,29 @@ def take_runs(
                 out[rows[known], r] = runs[i, 3]
     count: int = runs.shape[0]
     return count
+
+
+@njit(
+    nogil=True, cache=True, error_model="numpy",
+    signature=(
+        _SENT, _SENT, _SENT, types.int64, types.int64, _WORDS, _WORDS, _WORDS, _WORDS, _FLAGS_OUT,
+    ),
+)  # fmt: skip
+def take_positions(
+    ranges: NDArray[np.int64], positions: NDArray[np.int64], followed: NDArray[np.int64], slot: int, time_us: int,
+    owner: NDArray[np.int64], heard: NDArray[np.int64], have: NDArray[np.int64], times: NDArray[np.int64],
+    exact: NDArray[np.bool_],
+) -> None:  # fmt: skip
+    """Takes what a complete window says of its ranges [n]: their sequence numbers, and that of all ranges `followed` it
+    shows the state. Of those that are its server's, by `owner`. The rest: see `Following`."""
+    for i in range(ranges.shape[0]):
+        if owner[ranges[i]] == slot:
+            heard[ranges[i]] = positions[i]
+    for r in followed:
+        if owner[r] == slot and have[r] >= 0 and heard[r] >= 0:
+            have[r] = heard[r]
+            times[r] = time_us
+            exact[r] = True
 
 
 def warm() -> None:

@@ -339,8 +339,8 @@ class WindowFrame(NamedTuple):
         return cls(
             header.epoch, header.clock, _time_us(header), complete,
             [_block_at(body, words, *numbers[i : i + BLOCK]) for i in range(0, len(numbers), BLOCK)],
-            words[:named].copy(), words[named : 2 * named].copy(),
-            Progresses(words[runs_at : runs_at + _RUN * runs].reshape(-1, _RUN).copy()),
+            words[:named], words[named : 2 * named],
+            Progresses(words[runs_at : runs_at + _RUN * runs].reshape(-1, _RUN)),
         )  # fmt: skip
 
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from elasticps.kernels.progress import RUN, state_words, take_runs, write_state
+from elasticps.kernels.progress import RUN, state_words, take_positions, take_runs, write_state
 from elasticps.wire.windows import Progresses, WindowState
 
 RANGES = 24
@@ -65,3 +65,21 @@ def test_runs_are_taken_as_a_loop_over_ranges_takes_them(seed: int) -> None:
                 expected[rows[at[0]], r] = runs[i, 3]
     assert take_runs(np.ascontiguousarray(runs), start, workers, rows, counts, out) == end
     assert (out == expected).all()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_positions_are_taken_as_operations_on_arrays_take_them(seed: int) -> None:
+    """Of ranges that their server is followed for, and shown where the reader has them and has heard of them."""
+    random = np.random.default_rng(seed)
+    ranges, followed = (np.flatnonzero(random.random(RANGES) < 0.6) for _ in range(2))
+    positions, owner = random.integers(5, 9, len(ranges)), random.integers(-1, 2, RANGES)
+    heard, have = random.integers(-1, 5, RANGES), random.integers(-1, 5, RANGES)
+    times, exact = random.integers(0, 9, RANGES), random.random(RANGES) < 0.5
+    expected = [each.copy() for each in (heard, have, times, exact)]
+    mine = owner[ranges] == 1
+    expected[0][ranges[mine]] = positions[mine]
+    shown = followed[(owner[followed] == 1) & (have[followed] >= 0)]
+    shown = shown[expected[0][shown] >= 0]
+    expected[1][shown], expected[2][shown], expected[3][shown] = expected[0][shown], 99, True
+    take_positions(ranges, positions, followed, 1, 99, owner, heard, have, times, exact)
+    assert all((a == b).all() for a, b in zip((heard, have, times, exact), expected, strict=True))
