@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from elasticps.readers.reader import Reader
 from elasticps.server.core.journal_marks import JournalMarks
 from elasticps.server.roles.range_parts import missing_part, part_of
-from elasticps.store.journal import Journal
+from elasticps.store.codec import Codec
+from elasticps.store.journal import Journal, followed_tables
 from elasticps.wire.frames import Buffer, FrameError, Header, Kind
-from elasticps.wire.windows import Progresses, ReadRange, RowBlock, Subscribe, Subscribed, WindowFrame
+from elasticps.wire.windows import Progresses, ReadRange, Subscribe, Subscribed, WindowState, window_frame
 from replication.step_records import StepRecord, record_of
 
 JOURNAL_WORDS = 1 << 21
@@ -139,9 +140,8 @@ class RelayFeed:
             self._cursor = journal.end
             self._seqs[:] = -1
             before = Subscribed(0, wants.epoch, _NONE, wants.ranges).frame()
-        named, upto = journal.tables(self._cursor)
+        upto, new = journal.limit(self._cursor), list[tuple[int, str]]()
         self._number += 1
-        blocks, new = [], []
         here = {table.number: table for table in reader.table_rows.values()}
         names = wants.tables
         for number, table in here.items():
@@ -150,25 +150,25 @@ class RelayFeed:
                 self._tables.add(number)
         dropped = sorted(self._tables - here.keys())
         self._tables -= set(dropped)
-        every = np.ones(reader.ranges, np.int64)
-        for number in named:
-            if number in here and number in self._tables:
-                rows = here[number].stored
-                share = wants.share.for_shape(here[number].spec.shape)
-                found = journal.read(rows.header, number, self._cursor, upto, every, 0, rows.spec.dim, share)
-                blocks.append(RowBlock(number, *found, _NONE))
+        followed = followed_tables(
+            (number, here[number].stored.header, Codec([], here[number].stored.spec.dim),
+             wants.share.for_shape(here[number].spec.shape))
+            for number in self._tables
+        )  # fmt: skip
+        blocks, written = journal.read(self._cursor, upto, followed, np.ones(reader.ranges, np.int64))
         self._cursor = upto
         # While this reader reads a range, or has half of a window, its rows are of no moment.
         complete = upto == journal.end and reader.exact
-        frame = WindowFrame(wants.epoch, self._number, reader.oldest_us, complete, blocks, tables=new, dropped=dropped)
         if complete:
             relay.mark()
-            frame = self._with_state(frame)
-        buffers = frame.frame()
-        self._in_flight.append((self._number, sum(len(memoryview(one).cast("B")) for one in buffers)))
+        state = self._write_state() if complete else None
+        buffers = window_frame(
+            wants.epoch, self._number, reader.oldest_us, state, blocks, written, new, dropped
+        )  # fmt: skip
+        self._in_flight.append((self._number, sum(map(len, buffers))))
         return before + buffers, upto < journal.end
 
-    def _with_state(self, frame: WindowFrame) -> WindowFrame:
+    def _write_state(self) -> WindowState:
         reader = self._reader
         have, clocks = reader.positions, reader.clocks
         moved = np.flatnonzero((have != self._seqs) & (have >= 0))
@@ -186,7 +186,7 @@ class RelayFeed:
                 ticked[mine[clock]] = True
                 records.append((worker, record_of(clock, clocks.committed.get(worker, 0), ticked)))
                 self._records[worker] = clock
-        return frame._replace(ranges=moved, positions=have[moved], progress=runs, records=records)
+        return WindowState.of(moved, have[moved], runs, records)
 
     def _read(self, request: ReadRange) -> None:
         reader, wants = self._reader, self._wants

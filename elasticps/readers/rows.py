@@ -208,9 +208,7 @@ class ReaderTable:
     def _put(self, keys: NDArray[np.int64], rows: NDArray[np.float32]) -> None:
         if len(keys) > len(self._scratch):
             self._scratch = np.empty(2 * len(keys), np.int64)
-        keys, rows = np.ascontiguousarray(keys), np.ascontiguousarray(rows)
-        header, scratch = self._rows.header, self._scratch
-        if not overwrite_found(header, keys.ctypes.data, rows.ctypes.data, len(keys), scratch):
+        if not overwrite_found(self._rows.header, keys, rows, self._scratch):
             self._rows.put(keys, rows)
 
     def words_of(self, keys: NDArray[np.int64]) -> NDArray[np.float32]:

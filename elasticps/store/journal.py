@@ -8,7 +8,7 @@ ring looks each key up, and finds its newest row, or none. Positions count words
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from elasticps.kernels.hashing import hash_key as _hash_key
 from elasticps.kernels.hashing import share_index as _share_index
 from elasticps.model.key_share import ALL_KEYS, KeyShare
 from elasticps.store import index
-from elasticps.store.codec import encode_rows
+from elasticps.store.codec import Codec, encode_rows
 from elasticps.store.native import (
     D_CAPACITY,
     D_SEGMENT,
@@ -52,12 +52,24 @@ share_index: Any = _share_index
 J_WORDS, J_SIZE, J_END, J_OLDEST, J_FIELDS = range(5)
 """Of a journal's header: the ring's address and size, the positions behind the newest entry and of the oldest."""
 POOL_BYTES = 8 << 20
+ROOM = 128 << 10  # bytes; memory for blocks is taken in multiples of it
 HEAD = 2  # words before an entry's keys
 ENTRY_BYTES = 1 << 20  # of the rows of an entry's keys at most, or it has one key
 WIDTH_BIT = 40  # of an entry's second word: above it floats of a row, below it the number of keys
 _COUNT = (1 << WIDTH_BIT) - 1
 FRAME_KEYS = 1 << 14  # of one frame of a window, about: a millisecond or two,
 FRAME_BYTES = 4 << 20  # and of its rows, about
+CLEARED = 1 << 40
+"""Added to a table's id where an entry has ranges that were cleared instead of keys."""
+
+T_NUMBER, T_HEADER, T_CODE, T_WORDS, T_SHARE, T_SHARES, T_NAMED, T_KEYS, T_RANGES, TABLE = range(10)
+"""Of a table that a reader follows: its id, its header's address, how rows are encoded and their words, see `codec`,
+the share of its keys. The rest is of one window: HAS_… if it has a block there, keys, and ranges that were cleared."""
+HAS_KEYS, HAS_CLEARED = 1, 2
+BLOCK_HEAD = 3  # words of a block before its keys, see `wire.windows`
+_TABLES = types.Array(types.int64, 2, "C")
+_SCRATCH = types.Array(types.int64, 2, "C")
+_BODY = types.Array(types.uint8, 1, "C")
 
 
 @kernel
@@ -101,27 +113,19 @@ def note_keys(journal: int, table: int, width: int, keys: NDArray[np.int64]) -> 
     note(journal, table, width, keys.ctypes.data, keys.shape[0])
 
 
-@linked(INT, INT, INT, INT, INT, WORDS)
-def list_tables(journal: int, start: int, end: int, most: int, most_bytes: int, out: NDArray[np.int64]) -> int:
-    """Writes the tables of the entries from `start` on, each once as often as it follows another one, until they have
-    about `most` keys, or these about so many bytes of rows as float32; returns how many. out[0] gets the position
-    behind the last entry looked at."""
+@linked(INT, INT, INT, INT, INT)
+def find_limit(journal: int, start: int, end: int, most: int, most_bytes: int) -> int:
+    """The position behind the entries from `start` on that have about `most` keys, or these about so many bytes of rows
+    as float32; at most `end`."""
     ring, size = load64(journal + 8 * J_WORDS), load64(journal + 8 * J_SIZE)
-    n, keys, size_of_rows, at = 1, 0, 0, start
-    while at < end and keys < most and size_of_rows < most_bytes and n < out.shape[0]:
-        table, second = load64(ring + 8 * (at % size)), load64(ring + 8 * ((at + 1) % size))
+    keys, size_of_rows, at = 0, 0, start
+    while at < end and keys < most and size_of_rows < most_bytes:
+        second = load64(ring + 8 * ((at + 1) % size))
         count = second & _COUNT
-        known = False
-        for i in range(1, n):
-            known |= out[i] == table
-        if not known:
-            out[n] = table
-            n += 1
         keys += count
         size_of_rows += 4 * count * (second >> WIDTH_BIT)
         at += HEAD + count
-    out[0] = at
-    return n - 1
+    return at
 
 
 @linked(WORDS, INT, INT, INT, INT, WORDS, INT, INT, types.Array(types.int32, 1, "C"), WORDS)
@@ -198,6 +202,105 @@ def split(
     return there
 
 
+@kernel
+def _mention(journal: int, start: int, end: int, tables: NDArray[np.int64]) -> None:
+    """Sets T_NAMED of each table that has entries, with keys or of ranges that were cleared."""
+    ring, size = load64(journal + 8 * J_WORDS), load64(journal + 8 * J_SIZE)
+    tables[:, T_NAMED] = 0
+    n, likely, at = tables.shape[0], 0, start
+    while at < end:
+        number = load64(ring + 8 * (at % size))
+        for _ in range(n):  # tables come in about the same order in each step of a worker
+            if tables[likely, T_NUMBER] == number & ~CLEARED:
+                tables[likely, T_NAMED] |= HAS_CLEARED if number & CLEARED else HAS_KEYS
+                break
+            likely = likely + 1 if likely + 1 < n else 0
+        at += HEAD + (load64(ring + 8 * ((at + 1) % size)) & _COUNT)
+
+
+@kernel
+def _cleared(
+    journal: int, start: int, end: int, table: int, included: NDArray[np.int64], empty: NDArray[np.bool_]
+) -> int:
+    """Marks in `empty` the ranges, of those included, of which a table has lost all rows; returns how many."""
+    ring, size = load64(journal + 8 * J_WORDS), load64(journal + 8 * J_SIZE)
+    at, n = start, 0
+    empty[:] = False
+    while at < end:
+        count = load64(ring + 8 * ((at + 1) % size)) & _COUNT
+        if load64(ring + 8 * (at % size)) == table | CLEARED:
+            for i in range(at + HEAD, at + HEAD + count):
+                r = load64(ring + 8 * (i % size))
+                n += included[r] != 0 and not empty[r]
+                empty[r] |= included[r] != 0
+        at += HEAD + count
+    return n
+
+
+@linked(INT, INT, INT, _TABLES, WORDS, _SCRATCH, types.Array(types.int32, 1, "C"), _BODY)
+def write_changes(
+    journal: int, start: int, end: int, tables: NDArray[np.int64], included: NDArray[np.int64],
+    scratch: NDArray[np.int64], seen: NDArray[np.int32], body: NDArray[np.uint8],
+) -> int:  # fmt: skip
+    """Writes the blocks of a WINDOW: of each of these tables (T_…) the distinct keys of the entries between two
+    positions, in ranges r with included[r] != 0 and in the table's share, with their rows as they are now, or as keys
+    that have none. tables: int64 [k, TABLE]. scratch: int64 [3, n], seen: int32 [4 n], n >= end - start. Returns how
+    many words the blocks have; if more than `body` holds, nothing was written, and they may be fewer. T_NAMED is left
+    for tables that have a block."""
+    _mention(journal, start, end, tables)
+    empty = np.empty(included.shape[0], np.bool_)
+    need, n = 0, 0
+    for t in range(tables.shape[0]):
+        tables[t, T_KEYS] = tables[t, T_RANGES] = 0
+        if tables[t, T_NAMED] & HAS_CLEARED:
+            tables[t, T_RANGES] = _cleared(journal, start, end, tables[t, T_NUMBER], included, empty)
+        if tables[t, T_NAMED] & HAS_KEYS:
+            h = carray(pointer(tables[t, T_HEADER]), (HEADER_SIZE,), np.int64)
+            tables[t, T_KEYS] = collect(
+                h, journal, start, end, tables[t, T_NUMBER], included, tables[t, T_SHARE], tables[t, T_SHARES], seen,
+                scratch[0, n:],
+            )  # fmt: skip
+            n += tables[t, T_KEYS]
+        if tables[t, T_KEYS] + tables[t, T_RANGES] == 0:
+            tables[t, T_NAMED] = 0
+        else:
+            need += (
+                BLOCK_HEAD + tables[t, T_KEYS] + tables[t, T_RANGES] + (tables[t, T_KEYS] * tables[t, T_WORDS] + 1) // 2
+            )
+    if 8 * need > body.shape[0]:
+        return need
+    begin: Any = np.int64(body.ctypes.data)
+    at, done = begin, 0
+    for t in range(tables.shape[0]):
+        if tables[t, T_NAMED] == 0:
+            continue
+        n, cleared, words = tables[t, T_KEYS], tables[t, T_RANGES], tables[t, T_WORDS]
+        keys, gone = scratch[0, done : done + n], scratch[2, :n]
+        done += n
+        target = at + 8 * (BLOCK_HEAD + n + cleared)
+        there = 0
+        if n:
+            h = carray(pointer(tables[t, T_HEADER]), (HEADER_SIZE,), np.int64)
+            there = split(h, keys, scratch[1, :n], gone, n, tables[t, T_CODE], words, target)
+        store64(at, tables[t, T_NUMBER] | there << 32)
+        store64(at + 8, words | (n - there) << 32)
+        store64(at + 16, cleared)
+        copy(at + 8 * BLOCK_HEAD, keys.ctypes.data, 8 * there)
+        copy(at + 8 * (BLOCK_HEAD + there), gone.ctypes.data, 8 * (n - there))
+        if cleared:
+            _cleared(journal, start, end, tables[t, T_NUMBER], included, empty)
+            place = at + 8 * (BLOCK_HEAD + n)
+            for r in range(empty.shape[0]):
+                if empty[r]:
+                    store64(place, r)
+                    place += 8
+        at = target + 4 * there * words
+        if there * words & 1:
+            carray(pointer(at), (1,), np.int32)[0] = 0
+            at += 4
+    return (at - begin) >> 3
+
+
 @linked(KEYS, INT, INT, WORDS)
 def select_share(keys: NDArray[np.int64], share: int, shares: int, out: NDArray[np.int64]) -> int:
     """Writes those of keys [n] that are in a share, from 0, in their order; returns how many."""
@@ -226,11 +329,6 @@ def keys_within(keys: NDArray[np.int64], share: KeyShare) -> NDArray[np.int64]:
     return out[: select_share(keys, share.ordinal, share.of, out)]
 
 
-CLEARED = 1 << 40
-"""Added to a table's id where an entry has ranges that were cleared instead of keys."""
-NO_KEYS = np.empty(0, np.int64)
-
-
 class Changed(NamedTuple):
     """Keys of one table that may have changed: int64 [n] with a row, their rows as words float32 [n, words], and keys
     int64 [k] that have none."""
@@ -246,16 +344,12 @@ class Journal:
     def __init__(self, words: int) -> None:
         self._ring = np.zeros(words, np.int64)  # the entries
         h = self._header = np.zeros(J_FIELDS, np.int64)  # J_…
+        self.address = int(h.ctypes.data)  # where it lies, for kernels
         h[J_WORDS], h[J_SIZE] = self._ring.ctypes.data, words
         self._seen = np.empty(0, np.int32)  # scratch of `collect`
-        self._listed = np.zeros(1 << 12, np.int64)  # scratch of `list_tables`
         self._keys = np.zeros((3, 0), np.int64)  # scratch: keys, their rows, those without
+        self._room = ROOM  # bytes that the next blocks probably fit in
         self._pool = Pool(POOL_BYTES, POOL_BYTES)  # for rows that were read, until they have left
-
-    @property
-    def address(self) -> int:
-        """Where its header lies, for kernels."""
-        return int(self._header.ctypes.data)
 
     @property
     def end(self) -> int:
@@ -276,11 +370,6 @@ class Journal:
         """Adds that a table has lost all rows of some ranges."""
         note_keys(self.address, table | CLEARED, 1, np.ascontiguousarray(ranges, np.int64))
 
-    def cleared(self, table: int, start: int, end: int) -> NDArray[np.int64]:
-        """The ranges of which a table has lost all rows, between two positions, each once."""
-        found = [keys for number, keys in self.entries(start, end) if number == table | CLEARED]
-        return np.unique(np.concatenate(found)) if found else NO_KEYS
-
     def entries(self, start: int, end: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """The entries between two positions, as they were noted, copied."""
         ring, at = self._ring, start
@@ -289,41 +378,43 @@ class Journal:
             yield int(table), ring[(at + HEAD + np.arange(n)) % len(ring)]
             at += HEAD + n
 
-    def tables(self, start: int, most: int = FRAME_KEYS, most_bytes: int = FRAME_BYTES) -> tuple[list[int], int]:
-        """The tables of the entries from `start` on, until they have about `most` keys or so many bytes of rows, and
-        the position behind."""
-        found = self._listed
-        n = int(list_tables(self.address, start, self.end, most, most_bytes, found))
-        return found[1 : n + 1].tolist(), int(found[0])
+    def limit(self, start: int, most: int = FRAME_KEYS, most_bytes: int = FRAME_BYTES) -> int:
+        """The position behind the entries from `start` on that have about `most` keys or so many bytes of rows, or the
+        end."""
+        return int(find_limit(self.address, start, self.end, most, most_bytes))
 
     def read(
-        self, header: NDArray[np.int64], table: int, start: int, end: int, included: NDArray[np.int64], code: int,
-        words: int, share: KeyShare = ALL_KEYS,
-    ) -> Changed:  # fmt: skip
-        """What changed of a table between two positions, in ranges with included[r] != 0 and in a share, as it is now.
-        header: the table's; code, words: of a row as it is to be, see `codec`."""
+        self, start: int, end: int, tables: NDArray[np.int64], included: NDArray[np.int64]
+    ) -> tuple[int, memoryview]:  # fmt: skip
+        """What changed of tables [k, TABLE], see `followed_tables`, between two positions, in ranges with included[r]
+        != 0, as it is now: the blocks of a WINDOW, and how many."""
         most = end - start
         if most > self._keys.shape[1]:
             self._keys, self._seen = np.empty((3, 2 * most), np.int64), np.empty(8 * most, np.int32)
-        keys, rows, gone = self._keys
-        n = int(collect(header, self.address, start, end, table, included, share.ordinal, share.of, self._seen, keys))
-        packed = self._pool.take(4 * n * words).view(np.float32).reshape(n, words)
-        return _look_up(header, keys[:n], code, words, rows, gone, packed)
+        while True:
+            body = self._pool.take(self._room)
+            used = 8 * int(write_changes(self.address, start, end, tables, included, self._keys, self._seen, body))
+            self._room = ROOM * (1 + (used + used // 2) // ROOM)  # windows differ, and to try again costs more
+            if used <= len(body):
+                return int(np.count_nonzero(tables[:, T_NAMED])), body[:used].data
 
 
-def _look_up(
-    header: NDArray[np.int64], keys: NDArray[np.int64], code: int, words: int, rows: NDArray[np.int64],
-    gone: NDArray[np.int64], packed: NDArray[np.float32],
-) -> Changed:  # fmt: skip
-    n = len(keys)
-    there = int(split(header, keys, rows, gone, n, code, words, packed.ctypes.data))
-    return Changed(keys[:there].copy(), packed[:there], gone[: n - there].copy())
+def followed_tables(tables: Iterable[tuple[int, NDArray[np.int64], Codec, KeyShare]]) -> NDArray[np.int64]:
+    """What `Journal.read` has to know of tables: their ids, headers, which must stay where they are, how rows are
+    encoded, and the share of keys: int64 [k, TABLE]."""
+    found = [
+        (number, h.ctypes.data, max(codec.code, 0), codec.words, share.ordinal, share.of, 0, 0, 0)
+        for number, h, codec, share in tables
+    ]
+    return np.array(found, np.int64).reshape(-1, TABLE)
 
 
 def rows_of(header: NDArray[np.int64], keys: NDArray[np.int64], code: int, words: int) -> Changed:
     """The rows of keys [n], in a table's header, as `Journal.read` finds them; the keys stay as they are."""
-    packed = np.empty((len(keys), words), np.float32)
-    return _look_up(header, keys.copy(), code, words, np.empty_like(keys), np.empty_like(keys), packed)
+    n, keys, packed = len(keys), keys.copy(), np.empty((len(keys), words), np.float32)
+    gone = np.empty_like(keys)
+    there = int(split(header, keys, np.empty_like(keys), gone, n, code, words, packed.ctypes.data))
+    return Changed(keys[:there], packed[:there], gone[: n - there])
 
 
 def warm() -> None:
@@ -334,5 +425,5 @@ def warm() -> None:
         descriptors[:, D_SEGMENT], descriptors[:, D_CAPACITY] = entries.ctypes.data, 4
         header[H_DESCRIPTORS], header[H_SHIFT], header[H_DIM] = descriptors.ctypes.data, 63, 1
         journal.note(1, 1, np.zeros(1, np.int64))
-        journal.tables(0, 1)
-        journal.read(header, 1, 0, journal.end, np.ones(2, np.int64), 0, 1)
+        tables = followed_tables([(1, header, Codec([], 1), ALL_KEYS)])
+        journal.read(0, journal.limit(0), tables, np.ones(2, np.int64))

@@ -15,7 +15,8 @@ from elasticps.store.native import (
     H_SLOTS_AT,
     H_STALE,
     H_STRIDE,
-    INT,
+    KEYS,
+    MATRIX,
     STAMP_BIT,
     WORDS,
     carray,
@@ -70,13 +71,14 @@ def write_slots(h: NDArray[np.int64], slots: NDArray[np.float32], rows: NDArray[
         copy(rows[i] + h[H_SLOTS_AT], slots.ctypes.data + i * size, size)
 
 
-@linked(WORDS, INT, INT, INT, WORDS)
-def overwrite_found(h: NDArray[np.int64], keys: int, source: int, n: int, rows: NDArray[np.int64]) -> bool:
-    """Gives the rows of keys [n] these weights, float32 [n, dim], if all have a row with the newest stamp; else changes
-    nothing, and returns False. Of equal keys the last counts. Of a table whose rows are float32 alone. keys, source:
-    addresses; rows: scratch."""
-    size = 4 * h[H_DIM]
-    if find(h, carray(pointer(keys), (n,), np.int64), rows) != 0 or h[H_STALE] != 0:
+@linked(WORDS, KEYS, MATRIX, WORDS)
+def overwrite_found(
+    h: NDArray[np.int64], keys: NDArray[np.int64], values: NDArray[np.float32], rows: NDArray[np.int64]
+) -> bool:
+    """Gives the rows of keys [n] these weights [n, dim], if all have a row with the newest stamp; else changes nothing,
+    and returns False. Of equal keys the last counts. Of a table whose rows are float32 alone. rows: scratch."""
+    n, size, source = keys.shape[0], 4 * h[H_DIM], np.int64(values.ctypes.data)
+    if find(h, carray(pointer(keys.ctypes.data), (n,), np.int64), rows) != 0 or h[H_STALE] != 0:
         return False
     for i in range(n + ROW_PREFETCH):
         if i < n:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from json import dumps
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,10 +15,13 @@ from elasticps.kernels.windows import BLOCK, FIRST_BLOCK, RECORDS, locate
 from elasticps.model.key_share import ALL_KEYS, KeyShare
 from elasticps.wire.frames import (
     DIGESTS,
+    HEADER,
     LAST,
+    MAGIC,
     MAX_BODY_BYTES,
     MAX_DIM,
     MAX_RANGES,
+    VERSION,
     Buffer,
     FrameError,
     Header,
@@ -43,6 +47,7 @@ FINE = 2
 
 _BLOCK = struct.Struct("<IIIIII")  # table, rows, words of a row, keys that are gone, ranges that were cleared, 0
 _COUNT = struct.Struct("<q")
+_WINDOW = int(Kind.WINDOW)
 _RUN = 4  # worker, first range, last range, progress
 
 
@@ -106,8 +111,6 @@ class Subscribe(NamedTuple):
 
     def frame(self) -> list[Buffer]:
         """As it is sent."""
-        from json import dumps
-
         document = {"tables": None if self.tables is None else list(self.tables)}
         names = dumps(document if self.share.whole else document | {"share": list(self.share)}).encode()
         flags = FINE if self.fine_ms else 0
@@ -256,6 +259,42 @@ class Progresses(NamedTuple):
         return cls(np.stack([workers[w[first]], ranges[at[first]], ranges[at[last]], values[first]], axis=1))
 
 
+def write_records(records: Sequence[tuple[int, StepRecord]]) -> bytes:
+    """Records of workers' steps, as they are sent."""
+    return b"".join([_int64(worker, one.clock, one.committed) + one.bits for worker, one in records])
+
+
+class WindowState(NamedTuple):
+    """What a complete window says of ranges and workers: of how many ranges, and all of it as it is sent."""
+
+    ranges: int
+    written: bytes
+
+    @classmethod
+    def of(
+        cls, ranges: Ints, positions: Ints, progress: Progresses, records: Sequence[tuple[int, StepRecord]]
+    ) -> WindowState:
+        """Of ranges [n] and their sequence numbers [n], see `WindowFrame`."""
+        runs = progress.runs
+        words = np.concatenate([ranges, positions, [len(runs)], runs.ravel(), [len(records)]])
+        return cls(len(ranges), words.tobytes() + write_records(records))
+
+
+def window_frame(
+    epoch: int, number: int, time_us: int, state: WindowState | None, blocks: int, written: Buffer,
+    tables: Sequence[tuple[int, str]], dropped: Sequence[int],
+) -> list[Buffer]:  # fmt: skip
+    """A WINDOW of so many blocks, which are written already; see `WindowFrame`. state: None if it is not complete."""
+    names = dumps({"tables": tables, "dropped": dropped}).encode() if tables or dropped else b""
+    ranges, stated = (0, b"") if state is None else state
+    front = padded(names) + stated
+    header = HEADER.pack(
+        MAGIC, VERSION, _WINDOW, 0 if state is None else LAST, len(front) + len(written), 0, epoch, number,
+        time_us >> 32, 0, 0, ranges, blocks, len(names), time_us & 0xFFFFFFFF,
+    )  # fmt: skip
+    return [header + front, written]
+
+
 class WindowFrame(NamedTuple):
     """WINDOW: what changed at a server since the window before. number: counts the connection's windows from 1;
     time_us: when it was read, microseconds since 1970. complete: with it the reader has the state of that moment;
@@ -276,26 +315,11 @@ class WindowFrame(NamedTuple):
 
     def frame(self) -> list[Buffer]:
         """As it is sent."""
-        from json import dumps
-
-        names = b""
-        if self.tables or self.dropped:
-            names = dumps({"tables": [list(one) for one in self.tables], "dropped": list(self.dropped)}).encode()
-        header = Header(
-            Kind.WINDOW, LAST if self.complete else 0, epoch=self.epoch, clock=self.number,
-            worker=self.time_us >> 32, wait_ms=self.time_us & 0xFFFFFFFF, items=len(self.blocks),
-            table=len(self.ranges), bound=len(names),
-        )  # fmt: skip
-        parts: list[Buffer] = [padded(names)] if names else []
-        if self.complete:
-            runs, records = self.progress.runs, self.records
-            state = [self.ranges.tobytes(), self.positions.tobytes(), _COUNT.pack(len(runs)), runs.tobytes()]
-            state.append(_COUNT.pack(len(records)))
-            state += [_int64(worker, record.clock, record.committed) + record.bits for worker, record in records]
-            parts.append(b"".join(state))
-        for block in self.blocks:
-            parts += _write_block(block)
-        return _frame(header, parts)
+        state = WindowState.of(self.ranges, self.positions, self.progress, self.records) if self.complete else None
+        written = b"".join(memoryview(part).cast("B") for block in self.blocks for part in _write_block(block))
+        return window_frame(
+            self.epoch, self.number, self.time_us, state, len(self.blocks), written, self.tables, self.dropped
+        )
 
     @classmethod
     def of(cls, header: Header, body: Bytes, ranges: int) -> WindowFrame:
@@ -315,8 +339,8 @@ class WindowFrame(NamedTuple):
         return cls(
             header.epoch, header.clock, _time_us(header), complete,
             [_block_at(body, words, *numbers[i : i + BLOCK]) for i in range(0, len(numbers), BLOCK)],
-            words[:named].copy(), words[named : 2 * named].copy(),
-            Progresses(words[runs_at : runs_at + _RUN * runs].reshape(-1, _RUN).copy()),
+            words[:named], words[named : 2 * named],
+            Progresses(words[runs_at : runs_at + _RUN * runs].reshape(-1, _RUN)),
         )  # fmt: skip
 
     @classmethod

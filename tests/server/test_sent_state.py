@@ -11,12 +11,20 @@ import pytest
 
 from elasticps.readers.core.clocks import RangeClocks
 from elasticps.server.roles.sent_state import SentState
-from elasticps.wire.windows import WindowFrame
+from elasticps.wire.frames import HEADER_BYTES, unpack_header
+from elasticps.wire.windows import WindowFrame, WindowState, window_frame
 from replication.progress import Clocks
 from replication.step_records import StepRecords
 
 RANGES = 16
 OURS, OTHERS = SimpleNamespace(app="ours"), SimpleNamespace(app="others")
+
+
+def read(state: WindowState) -> WindowFrame:
+    """A window with this state, as it is received."""
+    frame = b"".join(bytes(part) for part in window_frame(1, 1, 1, state, 0, b"", [], []))
+    found = unpack_header(frame), np.frombuffer(frame[HEADER_BYTES:], np.uint8)
+    return WindowFrame.of(*found, RANGES)
 
 
 class Server:
@@ -26,7 +34,7 @@ class Server:
         self.random = Random(seed)
         self.clocks = Clocks(RANGES)
         self.seq = np.zeros(RANGES, np.int64)
-        replica = SimpleNamespace(clocks=self.clocks, records=StepRecords(RANGES))
+        replica = SimpleNamespace(clocks=self.clocks, records=StepRecords(RANGES), seq=self.seq)
         self.serving: Any = SimpleNamespace(ranges=RANGES, workers={})
         context: Any = SimpleNamespace(executor=SimpleNamespace(replica=replica), serving=self.serving)
         self.sent = SentState(context, "ours")
@@ -62,7 +70,7 @@ class Server:
     def window(self) -> None:
         """The reader takes what has changed, and then has what is there."""
         ranges = np.flatnonzero(self.follows)
-        frame = self.sent.add_changes(WindowFrame(1, 1, 1, True), ranges, self.follows, self.seq[ranges])
+        frame = read(self.sent.write_changes(ranges, self.follows))
         assert len(frame.ranges) == np.count_nonzero(self.heard_seq[ranges] != self.seq[ranges])
         self.heard_seq[frame.ranges] = frame.positions
         assert (self.heard_seq[ranges] == self.seq[ranges]).all()
@@ -90,7 +98,7 @@ def test_a_window_says_nothing_of_what_is_the_same() -> None:
     server.clocks.set(1, np.arange(RANGES), 3)
     for expected in ([[1, 0, RANGES - 1, 3]], []):
         ranges = np.arange(RANGES)
-        frame = server.sent.add_changes(WindowFrame(1, 1, 1, True), ranges, server.follows, server.seq)
+        frame = read(server.sent.write_changes(ranges, server.follows))
         assert frame.progress.runs.tolist() == expected
 
 

@@ -17,9 +17,10 @@ from elasticps.server.roles import range_parts
 from elasticps.server.roles.readers import ReaderFeeds
 from elasticps.server.roles.sent_state import SentState
 from elasticps.store import cells
+from elasticps.store.journal import Journal
 from elasticps.store.table import Table
-from elasticps.wire.frames import Kind
-from elasticps.wire.windows import RangePart, Subscribed
+from elasticps.wire.frames import Header, Kind
+from elasticps.wire.windows import RangePart, Subscribed, WindowFrame
 
 
 def note_no_deletions(patch: pytest.MonkeyPatch) -> None:
@@ -35,8 +36,8 @@ def note_no_deletions(patch: pytest.MonkeyPatch) -> None:
 def show_a_push_that_is_not_committed(patch: pytest.MonkeyPatch) -> None:
     """A tail whose joiner is level sends what the joiner may lack."""
 
-    def queue(self: ReaderFeeds, reader: Any, buffers: Any, ranges: Any, seqs: Any) -> None:
-        queues(self, reader, buffers, ranges[:0], seqs[:0])
+    def queue(self: ReaderFeeds, reader: Any, buffers: Any, ranges: Any) -> None:
+        queues(self, reader, buffers, ranges[:0])
 
     queues = ReaderFeeds._queue
     patch.setattr(ReaderFeeds, "_queue", queue)
@@ -131,13 +132,20 @@ def send_progress_of_those_who_were_there_first(patch: pytest.MonkeyPatch) -> No
 def lose_deletions_on_reconnect(patch: pytest.MonkeyPatch) -> None:
     """What went while a reader was away, or before it followed this server, is not sent."""
 
-    def blocks(self: ReaderFeeds, reader: Any, journal: Any, tables: Any, upto: int) -> Any:
-        away = reader.cursor < reader.__dict__.setdefault("_first_end", journal.end)
-        for block in makes(self, reader, journal, tables, upto):
-            yield block._replace(gone=block.gone[:0]) if away else block
+    def make(self: ReaderFeeds, reader: Any, now: float) -> None:
+        away = reader.cursor < reader.__dict__.setdefault("_first_end", self._journal.end)
+        patch.setattr(Journal, "read", read if away else reads)
+        makes(self, reader, now)
 
-    makes = ReaderFeeds._blocks
-    patch.setattr(ReaderFeeds, "_blocks", blocks)
+    def read(self: Journal, start: int, end: int, tables: Any, included: Any) -> Any:
+        count, written = reads(self, start, end, tables, included)
+        header = Header(Kind.WINDOW, items=count)
+        window = WindowFrame.of(header, np.frombuffer(written, np.uint8), len(included))
+        blocks = [block._replace(gone=block.gone[:0]) for block in window.blocks]
+        return count, window._replace(blocks=blocks).frame()[1]
+
+    makes, reads = ReaderFeeds._make, Journal.read
+    patch.setattr(ReaderFeeds, "_make", make)
 
 
 def take_windows_of_servers_that_are_no_tails(patch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import elasticps as eps
+from elasticps.model.key_share import ALL_KEYS, KeyShare, share_of
 from elasticps.store import Store
 from elasticps.store.codec import Codec
-from elasticps.store.journal import CLEARED, ENTRY_BYTES, Journal
+from elasticps.store.journal import ENTRY_BYTES, Journal, followed_tables
+from elasticps.wire.frames import Header, Kind
+from elasticps.wire.windows import RowBlock, WindowFrame
 
-RANGES, DIM = 8, 6
+RANGES, DIM = 8, 7
+PLAIN = Codec([], DIM)
+NONE = np.empty(0, np.int64)
 
 
 def store_with(journal: Journal, dtype: str = "float32") -> Store:
@@ -60,34 +65,81 @@ def check(
     store: Store, journal: Journal, start: int, included: np.ndarray, changed: dict[int, set[int]],
     cleared: dict[int, set[int]],
 ) -> None:  # fmt: skip
-    tables, end = journal.tables(start)
+    end = journal.limit(start, 1 << 20, 1 << 40)
     assert end == journal.end
-    assert {number & ~CLEARED for number in tables} == {n for n, keys in changed.items() if keys} | cleared.keys()
+    found = {block.table: block for block in read(store, journal, start, end, included)}
+    assert len(found) == len(read(store, journal, start, end, included))
     for number, table in store.tables.items():
-        found = journal.read(table.header, number, start, end, included, 0, DIM)
+        block = found.pop(number, RowBlock(number, NONE, np.empty((0, DIM), np.float32), NONE, NONE))
         named = np.array(sorted(changed.get(number, ())), np.int64)
         named = named[included[table.ranges_of(named)] != 0]
         there = ~table.missing(named)
-        assert sorted(found.keys.tolist()) == named[there].tolist()
-        assert sorted(found.gone.tolist()) == named[~there].tolist()
-        rows = np.empty((len(found.keys), DIM), np.float32)
-        table.gather(found.keys, rows)
-        assert (found.rows == rows).all()
-        assert set(journal.cleared(number, start, end).tolist()) == cleared.get(number, set())
+        assert sorted(block.keys.tolist()) == named[there].tolist()
+        assert sorted(block.gone.tolist()) == named[~there].tolist()
+        rows = np.empty((len(block.keys), DIM), np.float32)
+        table.gather(block.keys, rows)
+        assert (block.rows == rows).all()
+        assert block.cleared.tolist() == [r for r in sorted(cleared.get(number, ())) if included[r]]
+    assert not found
+
+
+def read(
+    store: Store, journal: Journal, start: int, end: int, included: np.ndarray, codec: Codec = PLAIN,
+    share: KeyShare = ALL_KEYS,
+) -> list[RowBlock]:  # fmt: skip
+    """What the journal writes of all tables, as a reader takes it."""
+    tables = followed_tables((number, table.header, codec, share) for number, table in store.tables.items())
+    count, written = journal.read(start, end, tables, included)
+    header, body = Header(Kind.WINDOW, items=count), np.frombuffer(bytes(written), np.uint8)
+    found = WindowFrame.of(header, body, RANGES)
+    assert found.frame()[1] == written  # as plain code writes it
+    return list(found.blocks)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("filters", [[], [eps.Float16()], [eps.BFloat16()], [eps.Int8()]])
 def test_rows_are_encoded_as_the_codec_does(dtype: str, filters: list[eps.Float16]) -> None:
     journal, keys = Journal(1 << 10), np.arange(40)
-    table = store_with(journal, dtype).tables[1]
+    store = store_with(journal, dtype)
+    table = store.tables[1]
     table.put(keys, np.random.default_rng(1).random((len(keys), DIM), np.float32))
     journal.note(1, DIM, keys)
     codec = Codec(filters, DIM)
-    found = journal.read(table.header, 1, 0, journal.end, np.ones(RANGES, np.int64), codec.code, codec.words)
+    (found,) = read(store, journal, 0, journal.end, np.ones(RANGES, np.int64), codec)
     rows = np.empty((len(keys), DIM), np.float32)
     table.gather(found.keys, rows)
     assert found.rows.tobytes() == codec.encode(rows).tobytes()
+
+
+def test_shares_and_parts_of_what_changed_add_up_to_all_of_it() -> None:
+    """Read in several parts, of which some are larger than the one before, and by the readers of three shares."""
+    rng, journal, every = np.random.default_rng(3), Journal(1 << 17), np.ones(RANGES, np.int64)
+    store, named = store_with(journal), {1: set[int](), 2: set[int]()}
+    for count in (3, 1, 5000, 20, 9000, 2):
+        for number in (1, 2):
+            keys = rng.integers(0, 20_000, count)
+            store.tables[number].put(keys[: count // 2], rng.random((count // 2, DIM), np.float32))
+            journal.note(number, DIM, keys)
+            named[number].update(keys.tolist())
+    start, ends = 0, list[int]()
+    there: dict[int, set[int]] = {1: set(), 2: set()}
+    gone: dict[int, set[int]] = {1: set(), 2: set()}
+    while start < journal.end:
+        ends.append(end := journal.limit(start, 4000, 1 << 40))
+        for ordinal in range(1, 4):
+            for block in read(store, journal, start, end, every, share=KeyShare(ordinal, 3)):
+                rows = np.empty((len(block.keys), DIM), np.float32)
+                store.tables[block.table].gather(block.keys, rows)
+                assert (block.rows == rows).all()
+                assert set(share_of(np.concatenate([block.keys, block.gone]), 3).tolist()) == {ordinal}
+                there[block.table].update(block.keys.tolist())
+                gone[block.table].update(block.gone.tolist())
+        start = end
+    assert len(ends) > 3
+    for number, table in store.tables.items():
+        keys = np.array(sorted(named[number]), np.int64)
+        missing = table.missing(keys)
+        assert (sorted(there[number]), sorted(gone[number])) == (keys[~missing].tolist(), keys[missing].tolist())
 
 
 def test_what_does_not_fit_is_lost_with_all_before() -> None:
@@ -115,12 +167,11 @@ def test_a_frame_has_about_so_many_keys_and_bytes_of_rows_however_many_were_note
     most, most_bytes = data.draw(st.integers(1, 400)), data.draw(st.integers(1, 1 << 24))
     at, next_key = 0, 0
     while at < journal.end:
-        tables, end = journal.tables(at, most, most_bytes)
+        end = journal.limit(at, most, most_bytes)
         assert end > at
         entries = list(journal.entries(at, end))
         frame = noted[next_key : next_key + sum(len(keys) for _, keys in entries)]
         assert [(table, key) for table, keys in entries for key in keys.tolist()] == [(t, key) for t, _, key in frame]
-        assert tables == list(dict.fromkeys(table for table, _ in entries))
         last = len(entries[-1][1])
         assert len(frame) - last < most
         assert sum(4 * width for _, width, _ in frame[: len(frame) - last]) < most_bytes

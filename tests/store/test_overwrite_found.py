@@ -33,7 +33,7 @@ def test_rows_that_are_there_get_their_weights_as_by_put_and_else_nothing_change
         values = rng.random((len(some), dim), np.float32)
         before = rows_of(table, dim)
         there = not table.missing(some).any()
-        assert overwrite_found(table.header, some.ctypes.data, values.ctypes.data, len(some), scratch) == there
+        assert overwrite_found(table.header, some, values, scratch) == there
         if there:
             twin.put(some, values)
         else:
@@ -48,6 +48,6 @@ def test_a_stamp_that_is_not_the_newest_is_left_to_put() -> None:
     keys, values, scratch = np.arange(10), np.ones((10, 4), np.float32), np.empty(10, np.int64)
     table.put(keys, values)
     store.pass_cut(np.arange(RANGES), 1)
-    assert not overwrite_found(table.header, keys.ctypes.data, values.ctypes.data, len(keys), scratch)
+    assert not overwrite_found(table.header, keys, values, scratch)
     table.put(keys, values)
-    assert overwrite_found(table.header, keys.ctypes.data, values.ctypes.data, len(keys), scratch)
+    assert overwrite_found(table.header, keys, values, scratch)

@@ -43,7 +43,7 @@ class RangeClocks:
         counts, done = self._all if counts is None else counts, 0
         while (done := int(take_runs(runs, done, self._workers, self._rows, counts, self._matrix))) < len(runs):
             done += not self._add(runs[done:, 0])
-        if len(runs) and not runs[:, 3].all():
+        if np.count_nonzero(runs[:, 3]) < len(runs):
             for worker in np.unique(runs[runs[:, 3] == 0, 0]).tolist():  # it is in the roster no more
                 if worker in self.progress and not self.progress[worker].any():
                     self._forget(worker)

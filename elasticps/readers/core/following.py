@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.core.view import View
+from elasticps.kernels.progress import take_positions
 from elasticps.model.key_share import ALL_KEYS, KeyShare
 from elasticps.wire.windows import RangePart, ReadRange, Subscribe, Subscribed, WindowFrame
 from replication.chain import Member, Ranges
@@ -211,18 +212,13 @@ class Following:
     def applied(self, feed: Feed, frame: WindowFrame) -> list[ReadRange]:
         """The rows of a window have been applied; what is to be asked for now."""
         if frame.complete:
-            mine = self._owner[frame.ranges] == feed.slot
-            ranges, positions = frame.ranges[mine], frame.positions[mine]
-            self.heard[ranges] = positions
             # A server that follows a newer view than this reader, or is asked again, may have left ranges that it does
             # not name.
-            followed = feed.ranges if feed.answered and frame.epoch <= self.epoch else ranges
-            here = followed[self._owner[followed] == feed.slot]
-            here = here[self.have[here] >= 0] if len(here) else here
-            moved = here[self.heard[here] >= 0]
-            self.have[moved] = self.heard[moved]
-            self.time_us[moved] = frame.time_us
-            self.exact[moved] = True
+            followed = feed.ranges if feed.answered and frame.epoch <= self.epoch else frame.ranges
+            take_positions(
+                frame.ranges, frame.positions, followed, feed.slot, frame.time_us, self._owner, self.heard, self.have,
+                self.time_us, self.exact,
+            )  # fmt: skip
             if feed.answered:
                 feed.listed, feed.stated_us = True, frame.time_us
         else:  # some rows are newer than what is known of their ranges

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -25,9 +25,9 @@ from elasticps.server.roles.range_parts import missing_part, part_of
 from elasticps.server.roles.sent_state import SentState
 from elasticps.store import Table
 from elasticps.store.codec import Codec
-from elasticps.store.journal import CLEARED, Changed, Journal
+from elasticps.store.journal import Journal, followed_tables
 from elasticps.wire.frames import Buffer, FrameError, Header, Kind
-from elasticps.wire.windows import ReadRange, RowBlock, Subscribe, Subscribed, WindowFrame
+from elasticps.wire.windows import ReadRange, Subscribe, Subscribed, window_frame
 from replication.chain import Ranges
 from replication.messages import Seqs
 
@@ -318,31 +318,20 @@ class ReaderFeeds:
             self._lose(reader)
             return
         new, dropped = self._list_tables(reader)
-        upto, tables = journal.end, list[int]()
-        if reader.cursor < upto:
-            tables, upto = journal.tables(reader.cursor)
-        complete = upto == journal.end
-        seqs = self._replica.seq[reader.ranges]
-        changed = bool(tables or new or dropped) or not np.array_equal(seqs, reader.sent.seqs[reader.ranges])
         every_s = wants.every_ms / 1e3
-        if not changed and now + TIMER_S - reader.sent_s < max(IDLE_S, every_s):
+        same = reader.cursor == journal.end and not new and not dropped and reader.sent.all_of(reader.ranges)
+        if same and now + TIMER_S - reader.sent_s < max(IDLE_S, every_s):
             reader.next_s, reader.quiet = reader.sent_s + max(IDLE_S, every_s), True
             return
-        blocks = [one for one in self._blocks(reader, journal, tables, upto) if one.nbytes > 32]
+        upto = journal.limit(reader.cursor)
+        blocks, written = journal.read(reader.cursor, upto, reader.sent.followed, reader.follows)
+        complete = upto == journal.end
+        state = reader.sent.write_changes(reader.ranges, reader.follows) if complete else None
         reader.cursor, reader.flow.number = upto, reader.flow.number + 1
-        frame = WindowFrame(
-            self._serving.epoch,
-            reader.flow.number,
-            int(self._wall() * 1e6),
-            complete,
-            blocks,
-            tables=new,
-            dropped=dropped,
-        )
-        if complete:
-            frame = reader.sent.add_changes(frame, reader.ranges, reader.follows, seqs)
         reader.sent_s, reader.next_s = now, now + every_s if complete else now
-        self._send(reader, frame.frame(), seqs)
+        time_us = int(self._wall() * 1e6)
+        frame = window_frame(self._serving.epoch, reader.flow.number, time_us, state, blocks, written, new, dropped)
+        self._send(reader, frame)
 
     def _lose(self, reader: AttachedReader) -> None:
         """A reader was too slow: it has to read all its ranges again."""
@@ -378,42 +367,34 @@ class ReaderFeeds:
         for number in gone:
             reader.sent.tables.pop(number, None)
         reader.sent.unowned = unowned
+        reader.sent.followed = followed_tables(
+            (number, store.live[number].header, codec, wants.share.for_shape(store.live[number].spec.shape))
+            for number, codec in reader.sent.tables.items()
+        )
         if not unowned:
             reader.sent.listed = count
         return new, gone
 
-    def _blocks(self, reader: AttachedReader, journal: Journal, tables: list[int], upto: int) -> Iterator[RowBlock]:
-        assert reader.wants is not None
-        cleared, share = {number & ~CLEARED for number in tables if number & CLEARED}, reader.wants.share
-        for number in dict.fromkeys(number & ~CLEARED for number in tables):
-            codec, table = reader.sent.tables.get(number), self._store.live.get(number)
-            if codec is None or table is None:
-                continue
-            found = journal.read(
-                table.header, number, reader.cursor, upto, reader.follows, max(codec.code, 0), codec.words,
-                share.for_shape(table.spec.shape),
-            )  # fmt: skip
-            empty = journal.cleared(number, reader.cursor, upto) if number in cleared else NO_RANGES
-            yield _block(number, found, empty[reader.follows[empty] == 1])
-
-    def _send(self, reader: AttachedReader, buffers: list[Buffer], seqs: Seqs) -> None:
-        size = sum(len(memoryview(one).cast("B")) for one in buffers)
+    def _send(self, reader: AttachedReader, buffers: list[Buffer]) -> None:
+        size = sum(map(len, buffers))
         reader.flow.add(size, self._loop.time())
         self.windows += 1
         self.bytes += size
-        self._queue(reader, buffers, reader.ranges, seqs)
+        self._queue(reader, buffers, reader.ranges)
 
-    def _queue(self, reader: AttachedReader, buffers: list[Buffer], ranges: Ranges, seqs: Seqs) -> None:
+    def _queue(self, reader: AttachedReader, buffers: list[Buffer], ranges: Ranges) -> None:
         """Sends rows of these ranges when they may be shown: a tail whose joiner is level waits for that."""
-        late = self._replica.waiting[ranges] & (self._replica.acked[ranges] < seqs)
-        reader.flow.unshown.append(UnshownFrame(buffers, ranges[late], seqs[late]))
+        replica, late = self._replica, NO_RANGES
+        if replica.guarded:
+            late = ranges[replica.waiting[ranges] & (replica.acked[ranges] < replica.seq[ranges])]
+        reader.flow.unshown.append(UnshownFrame(buffers, late, replica.seq[late]))
         self._show(reader)
 
     def _show(self, reader: AttachedReader) -> None:
         """Sends what waits, in order, as far as it may be shown."""
-        acked = self._replica.acked
-        while reader.flow.unshown and not (acked[reader.flow.unshown[0].ranges] < reader.flow.unshown[0].seqs).any():
-            reader.connection.send_all(reader.flow.unshown.popleft().buffers)
+        acked, unshown = self._replica.acked, reader.flow.unshown
+        while unshown and not (len(unshown[0].ranges) and (acked[unshown[0].ranges] < unshown[0].seqs).any()):
+            reader.connection.send_all(unshown.popleft().buffers)
 
     # --- rows of a range --------------------------------------------------------------------------------------------
 
@@ -423,17 +404,12 @@ class ReaderFeeds:
         wants = reader.wants
         assert wants is not None
         codec, epoch = reader.sent.tables.get(request.table), self._serving.epoch
-        seqs = self._replica.seq[[r]]
         if table is None or codec is None or table.app != reader.connection.app:
             answer = missing_part(request, epoch, self._serving.ranges)
         else:
             share = wants.share.for_shape(table.spec.shape)
             answer = part_of(table, request, epoch, share, max(codec.code, 0), codec.words)
-        self._queue(reader, answer.frame(), np.array([r]), seqs)
-
-
-def _block(number: int, found: Changed, cleared: Ranges) -> RowBlock:
-    return RowBlock(number, found.keys, found.rows, found.gone, cleared)
+        self._queue(reader, answer.frame(), np.array([r]))
 
 
 def _codec(table: Table, dtype: str) -> Codec:
