@@ -25,6 +25,7 @@ from replication.step_records import StepRecord, record_of
 
 JOURNAL_WORDS = 1 << 21
 CREDIT_BYTES = 8 << 20
+KEYS_AT_ONCE = 1 << 14
 IDLE_S = 0.25
 _NONE = np.empty(0, np.int64)
 
@@ -140,7 +141,7 @@ class RelayFeed:
             self._cursor = journal.end
             self._seqs[:] = -1
             before = Subscribed(0, wants.epoch, _NONE, wants.ranges).frame()
-        upto, new = journal.limit(self._cursor), list[tuple[int, str]]()
+        upto, new = journal.limit(self._cursor, KEYS_AT_ONCE), list[tuple[int, str]]()
         self._number += 1
         here = {table.number: table for table in reader.table_rows.values()}
         names = wants.tables

@@ -57,8 +57,7 @@ HEAD = 2  # words before an entry's keys
 ENTRY_BYTES = 1 << 20  # of the rows of an entry's keys at most, or it has one key
 WIDTH_BIT = 40  # of an entry's second word: above it floats of a row, below it the number of keys
 _COUNT = (1 << WIDTH_BIT) - 1
-FRAME_KEYS = 1 << 14  # of one frame of a window, about: a millisecond or two,
-FRAME_BYTES = 4 << 20  # and of its rows, about
+FRAME_BYTES = 4 << 20  # of the rows of one frame of a window, about
 CLEARED = 1 << 40
 """Added to a table's id where an entry has ranges that were cleared instead of keys."""
 
@@ -378,7 +377,7 @@ class Journal:
             yield int(table), ring[(at + HEAD + np.arange(n)) % len(ring)]
             at += HEAD + n
 
-    def limit(self, start: int, most: int = FRAME_KEYS, most_bytes: int = FRAME_BYTES) -> int:
+    def limit(self, start: int, most: int, most_bytes: int = FRAME_BYTES) -> int:
         """The position behind the entries from `start` on that have about `most` keys or so many bytes of rows, or the
         end."""
         return int(find_limit(self.address, start, self.end, most, most_bytes))
@@ -426,4 +425,4 @@ def warm() -> None:
         header[H_DESCRIPTORS], header[H_SHIFT], header[H_DIM] = descriptors.ctypes.data, 63, 1
         journal.note(1, 1, np.zeros(1, np.int64))
         tables = followed_tables([(1, header, Codec([], 1), ALL_KEYS)])
-        journal.read(0, journal.limit(0), tables, np.ones(2, np.int64))
+        journal.read(0, journal.limit(0, 1), tables, np.ones(2, np.int64))

@@ -34,6 +34,7 @@ from replication.messages import Seqs
 log = fields.logger(__name__)
 
 JOURNAL_WORDS = 1 << 21  # 16 MB of keys: about as many pushes as a failover takes
+KEYS_AT_ONCE = 1 << 14  # of one frame of a window; about a millisecond or two
 CREDIT_BYTES = 8 << 20  # of windows that a reader has not acknowledged
 MOST_READS = 8  # READ_RANGEs of a reader that wait
 SHARE = 4  # one part in so many of this server's time goes to readers, at most,
@@ -323,7 +324,7 @@ class ReaderFeeds:
         if same and now + TIMER_S - reader.sent_s < max(IDLE_S, every_s):
             reader.next_s, reader.quiet = reader.sent_s + max(IDLE_S, every_s), True
             return
-        upto = journal.limit(reader.cursor)
+        upto = journal.limit(reader.cursor, KEYS_AT_ONCE)
         blocks, written = journal.read(reader.cursor, upto, reader.sent.followed, reader.follows)
         complete = upto == journal.end
         state = reader.sent.write_changes(reader.ranges, reader.follows) if complete else None
