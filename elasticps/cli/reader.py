@@ -68,8 +68,8 @@ def reader(
     """Hold a model's rows, follow its training, and serve them by gRPC until it is asked to end.
 
     With reader://HOST:PORT[,HOST:PORT…] as the URL it follows another reader that listens (--listen), and the next one
-    when that is gone or silent. With TLS its certificate is of role reader, for the application. Ready (`/readyz`,
-    gRPC's health service) once it has all rows, and while they are no older than --max-age.
+    when that is gone, silent or cut off. With TLS its certificate is of role reader, for the application. Ready
+    (`/readyz`, gRPC's health service) once it has all rows, and while they are no older than --max-age.
     """
     from elasticps.model.key_share import KeyShare
     from elasticps.readers import reader as connect_reader  # imports take a second, which other commands do without

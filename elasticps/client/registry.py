@@ -72,6 +72,8 @@ class Registry:
     """Synchronous face of a coordination store. Every call has a deadline and raises `elasticps.errors`. `url` is how
     errors name the store; `credentials` are for the servers too."""
 
+    several = False  # of which one is asked as long as it answers, as relays are
+
     def __init__(
         self, store: Store, runtime: Runtime, url: str, credentials: Credentials | None = None, *, follows: bool = False
     ) -> None:

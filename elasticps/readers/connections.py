@@ -21,6 +21,7 @@ from elasticps.client.runtime import Lock
 from elasticps.client.transport import Link, LinkDriver, LinkReceiver
 from elasticps.errors import Closed, Error, VersionMismatch
 from elasticps.readers.core.following import Feed, Following, OutOfOrder, Wishes
+from elasticps.readers.core.relay_choice import StaleWatch
 from elasticps.wire.frames import FrameError, Header, Kind, VersionError, json_body, json_frame
 from elasticps.wire.headers import GetViewHeader
 from elasticps.wire.windows import RangePart, ReadRange, Subscribed, WindowFrame, window_ack
@@ -77,6 +78,7 @@ class ReaderConnections:
         self._sink = sink  # takes windows and rows
         self._again_s: dict[Feed, float] = {}  # when to subscribe again
         self._silent_s = SILENT_S + 3 * wishes.every_ms / 1e3
+        self._stale = StaleWatch(wishes.every_ms / 1e3, several=registry.several)  # has other relays asked
         self._looked_s = runtime.monotonic()  # for silent servers
         self._silences: dict[Feed, tuple[int, float]] = {}  # bytes received then, and for how long none have come
         self._new_views = NewViews(
@@ -262,6 +264,8 @@ class ReaderConnections:
                     self.subscribe(feed)
             lost = bool(connections.missing) or bool((self.routes.view.tails < 0).any())
             chance = self._runtime.chance
+            if self._stale.due(now, self._runtime.wall(), int(self.following.time_us.min())):
+                self._new_views.ask_store()
             if self._new_views.turn(now, self.routes.epoch, lost, (0,), chance()):
                 connections.send_to_one([GetViewHeader(self.routes.epoch).header().pack()], chance())
         for peer in due:

@@ -60,6 +60,8 @@ def welcome_of(reader: Reader, name: str, incarnation: int) -> dict[str, Any]:
         "server": "relay",
         "incarnation": incarnation,
         "ranges": reader.ranges,
+        "oldest_us": reader.oldest_us,
+        "every_ms": round(1e3 * reader.spec.every),
         "identity": reader.identity,
         "dtype": reader.spec.dtype,
         "share": str(reader.spec.share),

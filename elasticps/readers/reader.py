@@ -445,7 +445,7 @@ def reader(
     `url` is as for `connect`, with a certificate of role `reader` or `worker` where there is TLS; or that of an
     `elasticps reader --listen` that feeds others: reader://host:port, with TLS
     reader://host:port/cluster?ca=FILE&cert=FILE&key=FILE. Several as reader://host:port,host:port: the next one is
-    followed when one is gone or silent.
+    followed when one is gone, silent or cut off from the servers.
 
     `tables`: names, None for all of the application. `share`: (2, 8) for the second eighth of all keys, `share_of` says
     which has a key; tensors are whole in each. `name`: by which servers log it; "": the certificate's, or host and

@@ -14,9 +14,11 @@ from elasticps.client.runtime import Runtime
 from elasticps.errors import Closed, ClusterUnreachable, ConfigError, Error
 from elasticps.model.key_share import KeyShare
 from elasticps.model.spec import TableSpec
+from elasticps.readers.core.relay_choice import RelayState, choose, is_stale
 from elasticps.readers.peers import parse_relay
 from elasticps.readers.remote import RemoteReader
-from elasticps.readers.values import ReaderSpec
+from elasticps.readers.values import MOST_EVERY_S, ReaderSpec
+from elasticps.wire.frames import FrameError, whole
 
 log = logging.getLogger(__name__)
 
@@ -24,9 +26,10 @@ TRY_S = 2.0  # for one of several relays to answer, then the next one is tried
 
 
 class RelayRegistry:
-    """The relays that a URL names, one of which is followed: as long as it answers, then the next that does. Another
-    relay, or one that was started again, is another server in the next view, and all of its ranges have begun anew:
-    what the reader has is compared with them."""
+    """The relays that a URL names, one of which is followed: as long as it answers, then the next that does; or until
+    its state is old and another one has a newer state (`core.relay_choice`). Another relay, or one that was started
+    again, is another server in the next view, and all of its ranges have begun anew: what the reader has is compared
+    with them."""
 
     authenticated = False  # a relay speaks of no views but its own
 
@@ -36,6 +39,7 @@ class RelayRegistry:
         self._spec = spec
         self._timeout_s = timeout_s
         self._addresses, self.credentials = parse_relay(url, spec.application)
+        self.several = len(self._addresses) > 1  # there are others to go to
         self._at = 0  # which is followed
         self._server: ServerInfo | None = None  # that one, of the newest view
         self._epoch = 0
@@ -63,28 +67,47 @@ class RelayRegistry:
         )  # fmt: skip
 
     def _find(self, timeout_s: float, *, first: bool) -> None:
-        """Asks relays in turn until one answers that can be followed, from the present one on. first: one that answers,
-        and cannot be, is an error; later the next one is tried."""
+        """Asks relays in turn until one answers that can be followed, from the present one on, and has a new state; if
+        all states are old, takes the one that `choose` says. first: the first one that answers and cannot be followed
+        is an error; later the next one is tried."""
         count, until_s = len(self._addresses), self.runtime.monotonic() + timeout_s
         try_s = timeout_s if count == 1 else min(TRY_S, timeout_s)
         while True:
-            errors = list[Error]()
+            errors, states, welcomes = list[Error](), list[RelayState](), dict[int, dict[str, Any]]()
             for at in ((self._at + i) % count for i in range(count)):
                 if self._closed:
                     raise Closed("the reader is closed")
+                known = self._welcome or next(iter(welcomes.values()), {})
                 try:
-                    self._welcome, self._at = self._ask(self._addresses[at], try_s), at
-                    return
+                    welcomes[at] = self._ask(self._addresses[at], try_s, known)
                 except Error as error:
-                    if first and not isinstance(error, ClusterUnreachable):
+                    if first and not states and not isinstance(error, ClusterUnreachable):
                         raise
                     log.debug("the relay at %s cannot be followed: %s", self._addresses[at], error)
                     errors.append(error)
+                    continue
+                states.append(RelayState(at, welcomes[at]["oldest_us"], welcomes[at]["every_ms"] / 1e3))
+                if not is_stale(self.runtime.wall(), *states[-1][1:]):
+                    break
+            if states:
+                self._take(choose(states).place, welcomes)
+                return
             if self.runtime.monotonic() >= until_s or count == 1:
                 raise errors[0] if count == 1 else ClusterUnreachable("; ".join(map(str, errors)))
 
-    def _ask(self, address: str, timeout_s: float) -> dict[str, Any]:
-        """What the relay there says of itself. Raises ConfigError for one that cannot feed this reader."""
+    def _take(self, at: int, welcomes: dict[int, dict[str, Any]]) -> None:
+        """Follows that relay from now on. welcomes: of those that answered, by place."""
+        if at != self._at and self._at in welcomes:
+            newer_s = (welcomes[at]["oldest_us"] - welcomes[self._at]["oldest_us"]) / 1e6
+            log.info(
+                "the state of the relay at %s is %.0f s older than that of the one at %s, which is followed now",
+                self._addresses[self._at], newer_s, self._addresses[at],
+            )  # fmt: skip
+        self._welcome, self._at = welcomes[at], at
+
+    def _ask(self, address: str, timeout_s: float, known: dict[str, Any]) -> dict[str, Any]:
+        """What the relay there says of itself. known: what another one has said. Raises ConfigError for one that cannot
+        feed this reader."""
         with RemoteReader(address, timeout=timeout_s, credentials=self.credentials) as remote:
             found = remote.welcome
         where, theirs, spec = f"the relay at {address}", KeyShare.parse(str(found["share"])), self._spec
@@ -95,8 +118,13 @@ class RelayRegistry:
                 f"{where} has share {theirs} of all keys, and not {spec.share}: follow the servers, or a relay that "
                 "has all"
             )
-        if self._welcome and found["identity"] != self._welcome["identity"]:
-            raise ConfigError(f"{where} is of cluster {found['identity']!r}, not {self._welcome['identity']!r}")
+        try:
+            whole(found.get("oldest_us"), 1 << 62)
+            whole(found.get("every_ms"), round(1e3 * MOST_EVERY_S))
+        except FrameError as error:
+            raise ConfigError(f"{where} does not say how old its rows are: {error}") from None
+        if known and found["identity"] != known["identity"]:
+            raise ConfigError(f"{where} is of cluster {found['identity']!r}, not {known['identity']!r}")
         return found
 
     def ask_view(self, on_view: Callable[[View | None], None]) -> None:

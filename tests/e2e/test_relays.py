@@ -6,14 +6,17 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
 
 import elasticps as eps
+from elasticps.readers.core import relay_choice
 from elasticps.readers.pull_server import PullServer
 from elasticps.wire.windows import ReadRange, Subscribe
 from tests.e2e.test_readers import KEYS, push, shows, table_of, training
+from tests.e2e.test_readers_stopped import ForgetfulNetwork
 from tests.e2e.test_readers_through_changes import equals
 from tests.processes import reader_process
 from tests.waiting import eventually
@@ -75,6 +78,42 @@ def test_a_reader_goes_on_at_another_relay(own: eps.LocalCluster, ends: signal.S
             assert outer.stats().fill_bytes - filled < still.spec.dim * 4 * len(many) / 4  # most of it was here
             outer.hold(timeout=30)
             outer.release()
+
+
+def test_a_reader_leaves_a_relay_that_is_cut_off_from_the_servers(
+    own: eps.LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers as ever, and its rows grow old. When the other one is cut off as well, nobody moves any more."""
+    for name, seconds in (("STALE_S", 2.0), ("NEWER_S", 1.0), ("COMPARE_S", 0.5)):
+        monkeypatch.setattr(relay_choice, name, seconds)
+    rng = np.random.default_rng(4)
+    with ExitStack() as stack, eps.connect(own.url, worker="w0") as ps:
+        users = table_of(ps)
+        push(ps, users, rng)
+        relays, networks = [], list[ForgetfulNetwork]()
+        for _ in range(2):  # each behind a network of its own
+            source = stack.enter_context(eps.reader(own.url, every=0.005))
+            feed = stack.enter_context(PullServer(source, "127.0.0.1", 0))
+            networks.append(ForgetfulNetwork(feed.address))
+            stack.callback(networks[-1].close)
+            follower = stack.enter_context(eps.reader(f"reader://{networks[-1].address}", every=0.005))
+            relays.append(stack.enter_context(PullServer(follower, "127.0.0.1", 0)))
+        outer = stack.enter_context(eps.reader(f"reader://{relays[0].address},{relays[1].address}", every=0.005))
+        eventually(shows(outer, users))
+        epoch = outer.as_of.epoch
+        networks[0].close()
+        push(ps, users, rng)
+        users.delete(KEYS[:300])
+        eventually(lambda: equals(outer, users), 60.0)
+        eventually(lambda: outer.age < 2.0)
+        assert outer.as_of.epoch == epoch + 1
+        networks[1].close()
+        shown = outer.pull({"users": KEYS})["users"]
+        push(ps, users, rng)
+        eventually(lambda: outer.age > 6.0)
+        assert outer.as_of.epoch == epoch + 1
+        assert (outer.pull({"users": KEYS})["users"] == shown).all()
+        outer.check()
 
 
 def test_a_reader_begins_at_the_relay_that_answers(own: eps.LocalCluster) -> None:

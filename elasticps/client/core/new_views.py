@@ -241,10 +241,18 @@ class NewViews:
         """Has the store read when it is time; whether a server is to be asked. Arguments as for `ViewRefresh.turn`."""
         want = self._refresh.turn(now_s, epoch, lost, oldest, self.heard, chance)
         if want.ask_store or (self.doubted and not self._refresh.reading):
-            self._refresh.reading = True
-            self._hints.ask()
-            self.read_store(self._came)
+            self._read()
         return want.ask_server
+
+    def ask_store(self) -> None:
+        """Has the store read though servers speak with us; no effect while it is being read."""
+        if not self._refresh.reading:
+            self._read()
+
+    def _read(self) -> None:
+        self._refresh.reading = True
+        self._hints.ask()
+        self.read_store(self._came)
 
     def _check(self, view: View) -> None:
         if view.cluster != self._cluster or view.ranges != self._ranges:
