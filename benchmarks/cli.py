@@ -268,7 +268,7 @@ def reader_cost(
     batch: Annotated[int, typer.Option(min=1, help="Samples in each step of each worker.")] = 256,
     every: Annotated[float, typer.Option(min=1, help="Milliseconds from window to window.")] = 20.0,
     dtype: Annotated[
-        ReaderDtype | None, typer.Option(help="In which the reader has rows.  [default: the tables']")
+        ReaderDtype | None, typer.Option(help="In which the reader has rows.  \\[default: the tables']")
     ] = None,
     turns: Annotated[int, typer.Option(min=1, help="Without a reader, and beside one.")] = 8,
     seconds: Annotated[float, typer.Option(min=0.1, help="Time spent on each turn.")] = 3.0,

@@ -20,7 +20,7 @@ from elasticps.client.registry import Registry
 from elasticps.client.runtime import Lock
 from elasticps.client.transport import Link, LinkDriver, LinkReceiver
 from elasticps.errors import Closed, Error, VersionMismatch
-from elasticps.readers.core.following import Feed, Following, OutOfOrder, Wishes
+from elasticps.readers.core.following import Feed, Following, OutOfOrder, Unacknowledged, Wishes
 from elasticps.readers.core.relay_choice import StaleWatch
 from elasticps.wire.frames import FrameError, Header, Kind, VersionError, json_body, json_frame
 from elasticps.wire.headers import GetViewHeader
@@ -32,6 +32,7 @@ RETRY_S = 0.1  # a server that does not answer for all ranges that it was asked 
 SILENT_S = 5.0  # a server that has sent nothing for so long, and a few windows, is connected again
 TURN_MOST_S = 0.5  # of that counts between two looks: this process may have been stopped meanwhile
 ACK_BYTES, ACK_WINDOWS = 2 << 20, 64  # an acknowledgement for so many, of 8 MB that may be on their way
+ACK_S = 1.0  # and after so long: servers say in `elasticps status` how new what was acknowledged is
 Bytes = NDArray[np.uint8]
 
 
@@ -122,12 +123,13 @@ class ReaderConnections:
 
     def acknowledge(self, feed: Feed, number: int, nbytes: int) -> None:
         """A window of so many bytes needs no room any more: tells its server, of several at once."""
-        feed.unacknowledged += nbytes
-        if (feed.unacknowledged > ACK_BYTES or number % ACK_WINDOWS == 0) and self.following.feeds.get(
-            feed.member
-        ) is feed:
-            feed.unacknowledged = 0
+        waiting, since_s = feed.unacknowledged.nbytes + nbytes, feed.unacknowledged.since_s
+        now_s = self._runtime.monotonic()
+        due = waiting > ACK_BYTES or number % ACK_WINDOWS == 0 or now_s - since_s >= ACK_S
+        if due and self.following.feeds.get(feed.member) is feed:
+            waiting, since_s = 0, now_s
             self._connections.send(feed.member, [window_ack(number)])
+        feed.unacknowledged = Unacknowledged(waiting, since_s)
 
     def subscribe(self, feed: Feed, fine_ms: int = 0) -> None:
         """Asks a server for its ranges, again perhaps. fine_ms: with a window after each change, for so long."""

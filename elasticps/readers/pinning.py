@@ -75,7 +75,13 @@ class CheckpointRows:
         """Reads them all. Raises CheckpointError, UnknownTable for a table that the reader follows and the checkpoint
         lacks."""
         storage = Storage(name.url)
-        contents = Contents(storage, catalog.chain(storage, name.cut))
+        try:
+            contents = Contents(storage, catalog.chain(storage, name.cut))
+        except CheckpointError as error:
+            place, _, last = name.url.rstrip("/").rpartition("/")
+            if name.cut is not None or not (last.isascii() and last.isdecimal() and 0 < len(last) < 6):
+                raise
+            raise CheckpointError(f"{error}; a checkpoint has six digits: {place}/{folder_of(int(last))}?") from None
         manifest = contents.manifest
         self.name = CheckpointName(name.url, manifest.cut)
         self.as_of = _as_of(manifest)
@@ -95,8 +101,8 @@ class CheckpointRows:
                     for rows in contents.read(unit):
                         keys, found = np.ascontiguousarray(rows.keys), weights(described, rows.rows)
                         if not table.share.whole:
-                            chosen = share_of(keys, table.share.of) == table.share.number
-                            keys, found = keys[chosen], found[chosen]
+                            mine = share_of(keys, table.share.of) == table.share.number
+                            keys, found = keys[mine], found[mine]
                         values = table.codec.encode(np.ascontiguousarray(found))
                         table.apply(RowBlock(number, keys, values, _NONE, _NONE), None)
         except BaseException:

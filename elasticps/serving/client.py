@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.admin.client import generation_of, open_channel
+from elasticps.client.inputs import checked_keys
 from elasticps.errors import ClusterUnreachable, Error, InputError, OtherShare, ServerError, UnknownTable
 from elasticps.security.identity import Role
 from elasticps.serving import lookup_pb2, lookup_pb2_grpc
@@ -45,7 +46,8 @@ class LookupClient:
     ) -> FoundRows:
         """Rows of several tables; keys of None: all of a tensor. hold: all of one moment."""
         tables = [
-            lookup_pb2.TableKeys(table=name, keys=() if some is None else some.tolist()) for name, some in keys.items()
+            lookup_pb2.TableKeys(table=name, keys=() if some is None else checked_keys(name, some).tolist())
+            for name, some in keys.items()
         ]
         stub = lookup_pb2_grpc.LookupStub(await self._opened())
         try:
@@ -115,7 +117,9 @@ def _failure(address: str, timeout_s: float, error: grpc.aio.AioRpcError) -> Err
         return ServerError(f"the reader at {address} refused: {details}")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return ClusterUnreachable(f"the reader at {address} did not answer within {timeout_s:g} s")
-    return ClusterUnreachable(
-        f"the reader at {address} cannot be asked: {code.name.lower()}: {details}; is it the port of its gRPC service, "
-        "`grpc` in the first line that it prints?"
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return InputError(f"a request to the reader at {address}, or the answer, is too large: {details}; ask in parts")
+    hint = "; `grpc` in the first line that a reader prints is the address to ask" * (
+        code is grpc.StatusCode.UNAVAILABLE
     )
+    return ClusterUnreachable(f"the reader at {address} cannot be asked: {code.name.lower()}: {details}{hint}")

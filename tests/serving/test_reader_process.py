@@ -113,6 +113,12 @@ def test_a_reader_serves_what_is_trained_and_checkpoints_it_is_pinned_to(
 
         pinned = ask("readers", "pin", reader.grpc, f"{place}/000002", "--json")
         assert pinned["pinned"] == f"{place}/000002"
+        wrong = ask("readers", "pin", reader.grpc, f"{place}/2", code=1)["error"]
+        assert f"six digits: {place}/000002?" in wrong
+        with pytest.raises(InputError, match="keys must be int64, got float64"):
+            reader.lookup({"users": KEYS + 0.5})
+        with pytest.raises(InputError, match="ask in parts"):
+            reader.lookup({"users": np.arange(3_000_000) + 2**62})
         assert list(pinned["steps"].values()) == [2]
         assert shows(*states[2])
         train()

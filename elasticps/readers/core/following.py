@@ -43,6 +43,13 @@ class OutOfOrder(ValueError):
     """A server says something that it cannot say now: the connection begins again."""
 
 
+class Unacknowledged(NamedTuple):
+    """nbytes: of windows that are not acknowledged; since_s: when windows were acknowledged last."""
+
+    nbytes: int = 0
+    since_s: float = float("-inf")
+
+
 @dataclass(eq=False)
 class Feed:
     """A server that is followed, on one connection. slot: its number here; ranges: what it was asked for, ascending."""
@@ -60,7 +67,7 @@ class Feed:
     unread: deque[tuple[int, int]] = field(default_factory=deque)  # ranges and tables to read
     reading: dict[int, tuple[int, int]] = field(default_factory=dict)  # by request: range and table
     unlisted: set[int] = field(default_factory=set)  # ranges to read, as soon as it has listed its tables
-    unacknowledged: int = 0  # bytes of windows
+    unacknowledged: Unacknowledged = field(default_factory=Unacknowledged)
     fine_ms: int = 0  # of the next SUBSCRIBE
 
     @property
