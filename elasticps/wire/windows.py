@@ -314,7 +314,7 @@ class WindowFrame(NamedTuple):
     dropped: Sequence[int] = ()
 
     def frame(self) -> list[Buffer]:
-        """As it is sent."""
+        """As it is sent. Whoever feeds readers has a journal write the blocks: the same in compiled code."""
         state = WindowState.of(self.ranges, self.positions, self.progress, self.records) if self.complete else None
         written = b"".join(memoryview(part).cast("B") for block in self.blocks for part in _write_block(block))
         return window_frame(
