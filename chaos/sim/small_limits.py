@@ -22,7 +22,7 @@ SMALL: dict[str, float] = {
     "elasticps.server.fast.path.TURN_BYTES": 4 << 10,
     "elasticps.server.fast.buffers.SMALLEST_BYTES": 16 << 10,
     "elasticps.server.fast.recent_log.LEAST_STRIDE": 1,
-    "elasticps.store.journal.FRAME_KEYS": 8,
+    "elasticps.server.roles.readers.KEYS_AT_ONCE": 8,
     "elasticps.server.roles.readers.CREDIT_BYTES": 4 << 10,
     "elasticps.server.roles.range_parts.READ_BYTES": 600,
     "elasticps.store.cells.ROWS_AT_ONCE": 20,
