@@ -23,7 +23,7 @@ from elasticps.readers.holding import SEARCH_S, Holding, HoldState
 from elasticps.readers.listeners import Listeners
 from elasticps.readers.peers import reader_name
 from elasticps.readers.rows import GatheredTable, ReaderTable, ReaderTables
-from elasticps.readers.values import AsOf, Listener, ReaderSpec, ReaderStats, TableChange
+from elasticps.readers.values import AsOf, Listener, ReaderSpec, ReaderStats, TableChange, check_names_keys
 from elasticps.store.journal import Journal
 from elasticps.wire.frames import FrameError, Header, Kind
 from elasticps.wire.windows import RangePart, ReadRange, WindowFrame
@@ -107,8 +107,7 @@ class Reader:
         shape. Raises `UnknownTable`; `Closed` when the reader is."""
         if self._links.error is not None:
             self.check()
-        if type(keys) is not dict and not isinstance(keys, Mapping):
-            raise InputError(f"pull takes a mapping from names of tables to keys, got {type(keys).__name__}")
+        check_names_keys(keys)
         found = {}
         with self._lock:
             if self._pinned is not None:

@@ -112,7 +112,13 @@ class RelayRegistry:
             found = remote.welcome
         where, theirs, spec = f"the relay at {address}", KeyShare.parse(str(found["share"])), self._spec
         if found["dtype"] != spec.dtype:
-            raise ConfigError(f"{where} keeps rows as dtype={found['dtype']!r}, not {spec.dtype!r}: ask for the same")
+            kept, wanted = (
+                f"as {name}" if name else "as the tables have them" for name in (found["dtype"], spec.dtype)
+            )
+            raise ConfigError(
+                f"{where} keeps rows {kept}, and this reader is to keep them {wanted}: give both the same dtype "
+                "(--dtype of `elasticps reader`, dtype= of eps.reader)"
+            )
         if not theirs.includes(spec.share):
             raise ConfigError(
                 f"{where} has share {theirs} of all keys, and not {spec.share}: follow the servers, or a relay that "

@@ -17,6 +17,7 @@ from elasticps.errors import Closed, ClusterUnreachable, ConfigError, InputError
 from elasticps.model.key_share import MOST_SHARES, KeyShare
 from elasticps.model.spec import TableSpec
 from elasticps.readers.peers import PeerStream, RelayCredentials, check_reader, identity_of
+from elasticps.readers.values import check_names_keys
 from elasticps.security import credentials_of
 from elasticps.security.credentials import Credentials
 from elasticps.security.identity import NotAuthorised
@@ -112,6 +113,7 @@ class RemoteReader:
     def pull(self, keys: Mapping[str, object]) -> dict[str, Rows]:
         """As `Reader.pull`: rows of several tables, {table: keys int64 [n]}, of a tensor None. Raises `UnknownTable`,
         `OtherShare`, `ClusterUnreachable`."""
+        check_names_keys(keys)
         return {name: self._pull_table(name, named) for name, named in keys.items()}
 
     def _pull_table(self, name: str, named: object) -> Rows:
@@ -173,7 +175,8 @@ class RemoteReader:
                 except (OSError, FrameError) as error:
                     self._drop()
                     if time.monotonic() + RETRY_S > until_s:
-                        raise ClusterUnreachable(f"{self._name} does not answer: {error}") from error
+                        hint = "" if self._welcome else ". Does an `elasticps reader --listen` run there?"
+                        raise ClusterUnreachable(f"{self._name} does not answer: {error}{hint}") from error
                     time.sleep(RETRY_S)
 
     def _once(self, frame: Any, rows: NDArray[np.uint8], timeout_s: float) -> tuple[Header, NDArray[np.uint8]]:

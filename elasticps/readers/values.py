@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.errors import ConfigError
+from elasticps.errors import ConfigError, InputError
 from elasticps.model.key_share import ALL_KEYS, KeyShare
 from elasticps.model.spec import TableSpec
 
@@ -75,6 +75,12 @@ class AsOf:
     def steps(self) -> dict[int, int]:
         """Worker id -> its newest step that is in some range; of a reader that holds, in all that it ticks."""
         return {worker: int(of.max(initial=0)) for worker, of in self.clocks.items()}
+
+
+def check_names_keys(keys: object) -> None:
+    """Raises InputError for what is no mapping from names of tables to keys."""
+    if type(keys) is not dict and not isinstance(keys, Mapping):
+        raise InputError(f"pull takes a mapping from names of tables to keys, got {type(keys).__name__}")
 
 
 class TableChange(NamedTuple):

@@ -378,5 +378,8 @@ def test_a_relay_feeds_readers(own: eps.LocalCluster) -> None:
                 with PullServer(first, host_port[0], int(host_port[2])) as again:  # started again: another journal
                     assert again.address == address
                     eventually(shows(second, items))
-            with PullServer(first, "127.0.0.1", 0) as other, pytest.raises(eps.ConfigError, match="ask for the same"):
+            with (
+                PullServer(first, "127.0.0.1", 0) as other,
+                pytest.raises(eps.ConfigError, match="the same dtype"),
+            ):
                 eps.reader(f"reader://{other.address}", dtype="int8", timeout=10)

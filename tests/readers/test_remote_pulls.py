@@ -200,3 +200,24 @@ def test_a_message_leaves_whole_though_the_other_end_reads_slowly() -> None:
         with pytest.raises(OSError, match=r"pipe|reset"):
             stream.send([data.data])
         stream.close()
+
+
+def test_what_no_reader_answers_is_named_with_what_to_do() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        pytest.raises(eps.ClusterUnreachable, match="Does an `elasticps reader --listen` run there"),
+    ):
+        eps.remote_reader(f"127.0.0.1:{silent.getsockname()[1]}", timeout=0.2)
+
+
+def test_keys_without_a_table_are_refused(trained: Any) -> None:
+    cluster, _, _, model = trained
+    with (
+        eps.reader(cluster.url, every=0.005) as reader,
+        PullServer(reader, "127.0.0.1", 0) as relay,
+        eps.remote_reader(relay.address) as remote,
+    ):
+        eventually(shows(reader, model))
+        with pytest.raises(eps.InputError, match="a mapping from names of tables to keys, got ndarray"):
+            remote.pull(np.arange(3))  # type: ignore[arg-type]
+        np.testing.assert_array_equal(remote.pull({"odd": np.arange(3)})["odd"], model["odd"][:3])
