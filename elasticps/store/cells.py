@@ -11,7 +11,8 @@ from elasticps.store.journal import rows_of
 from elasticps.store.table import Table
 
 ROWS_IN_CELL = 4  # about, or half of it: 8 bytes are sent for each cell, and all its rows if one differs
-ROWS_AT_ONCE = 8192  # of which cells are sent at a time, about
+ROWS_AT_ONCE = 8192  # of which cells are sent at a time, about,
+BYTES_AT_ONCE = 8 << 20  # and what they have at most, if it is not one row
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _S30, _S27 = np.uint64(30), np.uint64(27)
 _M1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -21,6 +22,11 @@ _MOST_SHIFT = 61
 def cell_count(low: int, high: int, shift: int) -> int:
     """How many cells there are, the last one perhaps narrower."""
     return ((high - low - 1) >> shift) + 1
+
+
+def rows_at_once(words: int) -> int:
+    """How many rows of so many words are described by one list of cells."""
+    return max(1, min(ROWS_AT_ONCE, BYTES_AT_ONCE // (4 * words)))
 
 
 def cells_of(table: Table, keys: NDArray[np.int64], low: int, shift: int) -> NDArray[np.int64]:
@@ -47,7 +53,7 @@ def describe(table: Table, r: int, place: int) -> tuple[int, int, int, NDArray[n
     cells of which width, as 2^shift, and their digests. None if there are no rows."""
     width = HASH_END // table.ranges
     low = max(place, r * width)
-    keys, upto = table.list_keys(r, low, ROWS_AT_ONCE)
+    keys, upto = table.list_keys(r, low, rows_at_once(table.spec.dim))
     high = upto or (r + 1) * width
     if not len(keys) or high <= low:
         return None

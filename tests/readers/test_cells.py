@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 import elasticps as eps
 from elasticps.model.key_share import ALL_KEYS, KeyShare, share_of
 from elasticps.readers.rows import ReaderTable, codec_of
+from elasticps.server.roles import range_parts
 from elasticps.server.roles.range_parts import READ_BYTES, part_of
-from elasticps.store import Store, Table
+from elasticps.store import Store, Table, cells, journal
 from elasticps.wire.frames import unpack_header
 from elasticps.wire.windows import RangePart, ReadRange
 
@@ -189,6 +190,31 @@ def test_a_reader_that_was_away_too_long_reads_what_differs() -> None:
             assert after[0] > first[0], "it was not away for long enough"
             assert after[1] - first[1] < 0.1 * len(keys)
             assert after[2] - first[2] < 0.15 * first[2]
+
+
+@pytest.mark.parametrize("dim", [16, 4096])
+def test_rows_that_are_compared_at_once_are_bounded_by_bytes(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many rows a range has: each list of cells, and what a server looks at for it, is of about 8 MB."""
+    rng, keys, most = np.random.default_rng(5), np.arange(6000), 1 << 20
+    monkeypatch.setattr(cells, "BYTES_AT_ONCE", most)
+    server = Store(RANGES).create(eps.TableSpec("t", dim, eps.SGD(lr=0.1)), 7)
+    server.put(keys, rng.random((len(keys), dim), np.float32))
+    reader = ReaderTable(server.spec, 7, RANGES, None)
+    read(server, reader)
+    changed = np.arange(0, len(keys), 100)
+    server.put(changed, rng.random((len(changed), dim), np.float32))
+    looked_at = list[int]()
+
+    def rows_of(header: NDArray[np.int64], named: NDArray[np.int64], *of: int) -> Any:
+        looked_at.append(4 * dim * len(named))
+        return journal.rows_of(header, named, *of)
+
+    monkeypatch.setattr(cells, "rows_of", rows_of)
+    monkeypatch.setattr(range_parts, "rows_of", rows_of)
+    came, _ = read(server, reader)
+    assert equal(server, reader, ALL_KEYS)
+    assert max(looked_at) <= range_parts.COMPARED * most
+    assert came < len(keys) / 2
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -7,13 +7,13 @@ import numpy as np
 
 from elasticps.model.key_share import KeyShare
 from elasticps.store import Table
-from elasticps.store.cells import ROWS_AT_ONCE, cells_of, digest_cells
+from elasticps.store.cells import cells_of, digest_cells, rows_at_once
 from elasticps.store.intervals import HASH_END
 from elasticps.store.journal import keys_within, rows_of
 from elasticps.wire.windows import MAX_READ_ROWS, RangePart, ReadRange, RowBlock
 
 READ_BYTES = 256 << 10  # of rows, about, in one answer
-MOST_COMPARED = 4 * ROWS_AT_ONCE  # rows of one answer that are digested
+COMPARED = 4  # a list of cells is compared with so many times the rows that it describes, at most
 _NONE = np.empty(0, np.int64)
 
 
@@ -47,7 +47,7 @@ def _differing_part(
     if cells is None:
         return None
     keys = keys_within(table.list_words(r, low, cells.high)[0], share)
-    if len(keys) > MOST_COMPARED:
+    if len(keys) > COMPARED * rows_at_once(words):
         return None
     found, high = rows_of(table.header, keys, code, words), cells.high
     differing = digest_cells(table, found.keys, found.rows, low, high, cells.shift) != cells.digests
