@@ -112,11 +112,11 @@ class RelayRegistry:
             found = remote.welcome
         where, theirs, spec = f"the relay at {address}", KeyShare.parse(str(found["share"])), self._spec
         if found["dtype"] != spec.dtype:
-            kept, wanted = (
-                f"as {name}" if name else "as the tables have them" for name in (found["dtype"], spec.dtype)
+            theirs_as, ours_as = (
+                f"as {dtype}" if dtype else "as the tables have them" for dtype in (found["dtype"], spec.dtype)
             )
             raise ConfigError(
-                f"{where} keeps rows {kept}, and this reader is to keep them {wanted}: give both the same dtype "
+                f"{where} keeps rows {theirs_as}, and this reader is to keep them {ours_as}: give both the same dtype "
                 "(--dtype of `elasticps reader`, dtype= of eps.reader)"
             )
         if not theirs.includes(spec.share):

@@ -166,6 +166,7 @@ class FakeRegistry:
     cluster = CLUSTER
     credentials = None
     authenticated = False
+    several = False
 
     def __init__(self) -> None:
         self.runtime = Runtime()
