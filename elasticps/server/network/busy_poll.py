@@ -38,7 +38,8 @@ class BusyPoll:
             self._score = min(self._score + 1, MOST)
         else:
             self._score = max(self._score - LATE_COUNTS, -MOST)
-        if self._score > 0 and not self._contention.contended(now):
+        contended = self._contention.contended(now)  # asked each time: after a while without it takes that as a whole
+        if self._score > 0 and not contended:
             self._until_s = now + POLL_S
             if not self._awake:
                 self._awake = True
