@@ -86,6 +86,11 @@ def test_it_hears_of_those_who_wait_for_a_core_while_it_does_not_poll(monkeypatc
     """A look after a long while would take all of it for now, and servers polled beside workers that wanted their
     cores: pulls took a tenth longer, and servers a third more processor time."""
     server, looks = Server(monkeypatch), list[float]()
-    monkeypatch.setattr(cast(Any, server.poll)._contention, "contended", lambda now: looks.append(now) or False)
+
+    def contended(now: float) -> bool:
+        looks.append(now)
+        return False
+
+    monkeypatch.setattr(cast(Any, server.poll)._contention, "contended", contended)
     server.polls(*[LATE] * 50)
     assert len(looks) == 50
