@@ -364,7 +364,10 @@ class Reader:
             changes += [self._tables.add(number, spec) for number, spec in frame.tables if self._follows(spec)]
         except Error as error:
             raise FrameError(f"a WINDOW names a table that cannot be: {error}") from None
-        changes += [self._tables.drop(number) for number in frame.dropped]
+        gone = list(frame.dropped)
+        if self._registry.lists_all and frame.number == 1:  # what was dropped while nobody was followed is not said
+            gone += self._tables.by_id.keys() - feed.tables.keys()
+        changes += [self._tables.drop(number) for number in gone]
         counts, collect = self._following.counts(feed), bool(self._listeners)
         for block in frame.blocks:
             table = self._tables.by_id.get(block.table)

@@ -32,6 +32,7 @@ class RelayRegistry:
     with them."""
 
     authenticated = False  # a relay speaks of no views but its own
+    lists_all = True  # the first window names all tables that there are
 
     def __init__(self, url: str, spec: ReaderSpec, runtime: Runtime, timeout_s: float) -> None:
         """Raises ConfigError, ClusterUnreachable."""

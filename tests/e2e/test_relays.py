@@ -15,7 +15,7 @@ import elasticps as eps
 from elasticps.readers.core import relay_choice
 from elasticps.readers.pull_server import PullServer
 from elasticps.wire.windows import ReadRange, Subscribe
-from tests.e2e.test_readers import KEYS, push, shows, table_of, training
+from tests.e2e.test_readers import DIM, KEYS, make_again, push, shows, table_of, training
 from tests.e2e.test_readers_stopped import ForgetfulNetwork
 from tests.e2e.test_readers_through_changes import equals
 from tests.processes import reader_process
@@ -114,6 +114,30 @@ def test_a_reader_leaves_a_relay_that_is_cut_off_from_the_servers(
         assert outer.as_of.epoch == epoch + 1
         assert (outer.pull({"users": KEYS})["users"] == shown).all()
         outer.check()
+
+
+def test_tables_that_are_dropped_while_the_relay_is_away_go(own: eps.LocalCluster) -> None:
+    """No window says later that they are gone. Made again under its name meanwhile, a table is the new one alone."""
+    rng = np.random.default_rng(6)
+    with eps.connect(own.url, worker="w0") as ps, eps.reader(own.url, every=0.005) as first, ExitStack() as stack:
+        users, items = table_of(ps), table_of(ps, "items")
+        push(ps, users, rng)
+        push(ps, items, rng)
+        with PullServer(first, "127.0.0.1", 0) as relay:
+            port = int(relay.address.rpartition(":")[2])
+            outer = stack.enter_context(eps.reader(f"reader://{relay.address}", every=0.005))
+            eventually(lambda: equals(outer, users) and equals(outer, items))
+        again = make_again(ps, 2 * DIM, rng)
+        eventually(lambda: equals(first, again))
+        with PullServer(first, "127.0.0.1", port):
+            eventually(lambda: equals(outer, again), 60.0)
+            eventually(lambda: outer.stats().rows == first.stats().rows)
+        ps.drop_table("users")
+        eventually(lambda: "users" not in first.tables)
+        push(ps, items, rng)
+        with PullServer(first, "127.0.0.1", port):
+            eventually(lambda: equals(outer, items), 60.0)
+            eventually(lambda: set(outer.tables) == {"items"})
 
 
 def test_a_reader_begins_at_the_relay_that_answers(own: eps.LocalCluster) -> None:

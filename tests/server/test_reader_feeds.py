@@ -8,6 +8,7 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
+from elasticps.model.spec import SGD, TableSpec
 from elasticps.wire.frames import HEADER_BYTES, Kind, json_frame, unpack_header
 from elasticps.wire.windows import Subscribe, Subscribed, WindowFrame
 from tests.fuzz.core import APPS, CLUSTER, HONEST, OWN, TABLE, Core, Wire, watched
@@ -24,6 +25,7 @@ class FakeReader:
         self.gone = np.empty(0, np.int64)
         self.keys = np.empty(0, np.int64)
         self.answers: list[Subscribed] = []
+        self.dropped: list[int] = []
         self.wire = Wire(core, reads=True, keeps=True)
         self._core = core
         view = core.server.serving.view
@@ -49,6 +51,7 @@ class FakeReader:
 
     def _window(self, frame: WindowFrame) -> None:
         self.positions[frame.ranges] = frame.positions
+        self.dropped += frame.dropped
         for block in frame.blocks:
             self.keys = np.union1d(np.setdiff1d(self.keys, block.gone), block.keys)
             self.gone = np.union1d(self.gone, block.gone)
@@ -86,3 +89,16 @@ def test_deletions_of_the_time_in_which_a_reader_was_away_are_sent() -> None:
         again = np.intersect1d(gone, second.keys)  # the worker has pushed to them since
         assert set(second.gone.tolist()) == set(gone.tolist()) - set(again.tolist())
         assert len(second.gone)
+
+
+def test_a_table_that_came_and_went_between_two_windows_is_said_to_be_dropped() -> None:
+    """Another server may have named it, and be gone."""
+    for core in alone():
+        reader = FakeReader(core, np.full(OWN, -1))
+        store, number = core.server.store, max(core.server.store.tables) + 1
+        store.create(TableSpec("brief", 4, SGD(lr=0.1)), number, APPS[HONEST])
+        store.drop(number, MINE, np.zeros(OWN, np.int64))
+        reader.listen()
+        assert reader.dropped == [number]
+        reader.listen()
+        assert reader.dropped == [number]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -363,8 +364,9 @@ class ReaderFeeds:
                 if number in reader.sent.unowned:  # changes of it were left out
                     for r in reader.ranges.tolist():
                         self._store.note_changed(number, table.range_keys(r))
-        first = reader.sent.listed == (-1, -1)
-        gone = [number for number in (store.dropped if first else reader.sent.tables) if number not in store.live]
+        # Also tables that came and went since the listing before: another server may have named them meanwhile.
+        gone = list(islice(store.dropped, reader.sent.dropped, None))
+        reader.sent.dropped = len(store.dropped)
         for number in gone:
             reader.sent.tables.pop(number, None)
         reader.sent.unowned = unowned

@@ -36,6 +36,7 @@ class SentState:
         self.followed = followed_tables([])  # and the same for the journal
         self.unowned: set[int] = set()  # tables whose application was not known when they were listed
         self.listed = -1, -1  # how many tables there were then
+        self.dropped = 0  # how many of those that were dropped it knows, in their order
 
     def begin_again(self) -> None:
         """It is told again how far ranges and workers are."""
