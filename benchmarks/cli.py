@@ -260,9 +260,7 @@ def readers(
 
 @app.command("reader-cost")
 def reader_cost(
-    model: Annotated[
-        Model, typer.Option(help="The demo's DeepFM on MovieLens, or DLRM on clicks that are made up.")
-    ] = (Model.DEEPFM),
+    model: Annotated[Model, typer.Option(help="The demo's DeepFM, or DLRM on clicks that are made up.")] = Model.DEEPFM,
     workers: Annotated[int, typer.Option(min=1, max=64, help="Each trains at full speed.")] = 2,
     servers: Servers = 2,
     batch: Annotated[int, typer.Option(min=1, help="Samples in each step of each worker.")] = 256,

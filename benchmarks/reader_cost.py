@@ -10,7 +10,7 @@ import numpy as np
 from rich.table import Table
 
 from benchmarks.machine import cpu_seconds
-from benchmarks.readers import SETTLE_S, ReaderProcess
+from benchmarks.readers import SETTLE_S
 from benchmarks.runner import Progress, Result, Side, Turn, silent, table
 from benchmarks.train import LEAST_STEPS, WARM_STEPS, took_s
 from benchmarks.workers import ANSWER_S, Process, Team
@@ -54,7 +54,7 @@ def run(
     with (
         LocalCluster(servers=servers, replicas=1) as cluster,
         Team("training:Trainer", [{**job, "rank": rank} for rank in range(workers)], ANSWER_S + seconds) as team,
-        Process(f"readers:{ReaderProcess.__name__}", url=cluster.url, every=every_ms / 1e3, dtype=dtype) as reader,
+        Process("readers:ReaderProcess", url=cluster.url, every=every_ms / 1e3, dtype=dtype) as reader,
     ):
         progress(f"{model}: warming up")
         team.ask(workers, "build", way=WAY, url=cluster.url)

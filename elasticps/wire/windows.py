@@ -38,6 +38,7 @@ Ints = NDArray[np.int64]
 
 MAX_TABLES = 4096  # that a reader names
 MAX_READ_ROWS = 1 << 16  # of one part of a range
+MOST_STRETCH = 3  # times `every` is what passes at most from window to window of a busy server
 MAX_RUNS = 1 << 20
 MAX_CELLS = 1 << 14  # of one part of a range
 DTYPES = ("", "float32", "float16", "bfloat16", "int8")

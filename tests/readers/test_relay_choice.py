@@ -9,12 +9,12 @@ from elasticps.readers.core.relay_choice import (
     COMPARE_S,
     NEWER_S,
     STALE_S,
-    STRETCH,
     RelayState,
     StaleWatch,
     choose,
     is_stale,
 )
+from elasticps.wire.windows import MOST_STRETCH
 
 NOW_S = 1_700_000_000.0
 ages = st.lists(st.one_of(st.none(), st.floats(0, 60)), min_size=2, max_size=5)  # of each relay, None: no answer
@@ -74,7 +74,7 @@ def test_relays_whose_windows_are_far_apart_are_not_left_for_that(
     every_s: float, looks: list[tuple[float, float]]
 ) -> None:
     for look in looks:
-        assert find([share * STRETCH * every_s for share in look], 0, every_s) == 0
+        assert find([share * MOST_STRETCH * every_s for share in look], 0, every_s) == 0
 
 
 @given(st.lists(st.tuples(st.floats(0, 3), st.floats(0, 30)), max_size=30))

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from elasticps.wire.windows import MOST_STRETCH
+
 STALE_S = 10.0  # what is older, by more than windows are apart, is looked for at other relays
 NEWER_S = 5.0  # by so much another relay's state has to be newer
 COMPARE_S = 5.0  # from one comparison to the next
-STRETCH = 3  # busy servers make windows up to so many times `every` apart
 
 
 class RelayState(NamedTuple):
@@ -29,7 +30,7 @@ class RelayState(NamedTuple):
 def is_stale(now_s: float, read_us: int, every_s: float) -> bool:
     """Whether a state is so old that others are asked for theirs. now_s: seconds since 1970; every_s: from one window
     to the next."""
-    return now_s - read_us / 1e6 > STALE_S + STRETCH * every_s
+    return now_s - read_us / 1e6 > STALE_S + MOST_STRETCH * every_s
 
 
 def choose(states: Sequence[RelayState]) -> RelayState:

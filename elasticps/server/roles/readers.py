@@ -28,7 +28,7 @@ from elasticps.store import Table
 from elasticps.store.codec import Codec
 from elasticps.store.journal import Journal, followed_tables
 from elasticps.wire.frames import Buffer, FrameError, Header, Kind
-from elasticps.wire.windows import ReadRange, Subscribe, Subscribed, window_frame
+from elasticps.wire.windows import MOST_STRETCH, ReadRange, Subscribe, Subscribed, window_frame
 from replication.chain import Ranges
 from replication.messages import Seqs
 
@@ -40,7 +40,6 @@ CREDIT_BYTES = 8 << 20  # of windows that a reader has not acknowledged
 MOST_READS = 8  # READ_RANGEs of a reader that wait
 SHARE = 4  # one part in so many of this server's time goes to readers, at most,
 WINDOW_SHARE = 100  # and of windows one in so many, while they are stretched for that
-MOST_STRETCH = 3  # times --every is what passes from window to window then, at most
 TIMER_S = 0.001  # timers of the loop are no finer: what is due so soon is made now, not by a turn of its own
 IDLE_S = 0.25  # a reader hears at least so often how new its state is
 NO_RANGES = np.empty(0, np.int64)
