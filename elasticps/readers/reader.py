@@ -368,8 +368,11 @@ class Reader:
         if self._registry.lists_all and frame.number == 1:  # what was dropped while nobody was followed is not said
             gone += self._tables.by_id.keys() - feed.tables.keys()
         changes += [self._tables.drop(number) for number in gone]
-        counts, collect = self._following.counts(feed), bool(self._listeners)
-        for block in frame.blocks:
+        counts, collect, blocks = self._following.counts(feed), bool(self._listeners), frame.blocks
+        if counts is None and not collect:
+            overwritten, blocks = self._tables.overwrite(blocks, self._journal)
+            self._counts["changed"] += overwritten
+        for block in blocks:
             table = self._tables.by_id.get(block.table)
             if table is not None:
                 change = table.apply(block, counts)

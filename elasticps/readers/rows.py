@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+from numba import types
 from numpy.typing import NDArray
 
 from elasticps.client.inputs import checked_keys
 from elasticps.errors import InputError, OtherShare
+from elasticps.kernels.windows import CLEARED, GONE, KEYS_AT, ROW_WORDS, ROWS, TABLE
 from elasticps.model.filters import BFloat16, Float16, Int8
 from elasticps.model.key_share import ALL_KEYS, KeyShare, share_of
 from elasticps.model.spec import Assign, TableSpec, Zeros
@@ -20,14 +22,17 @@ from elasticps.store import Table, index
 from elasticps.store.cells import cells_of, describe
 from elasticps.store.codec import Codec, decode_rows
 from elasticps.store.index import ROW_PREFETCH
-from elasticps.store.journal import first_outside
+from elasticps.store.journal import Journal, first_outside, note
 from elasticps.store.layout import overwrite_found
-from elasticps.store.native import H_DIM, INT, KEYS, WORDS, copy, kernel, linked
+from elasticps.store.native import H_DIM, HEADER_SIZE, INT, KEYS, WORDS, carray, copy, kernel, linked, pointer
 from elasticps.wire.frames import FrameError
-from elasticps.wire.windows import MAX_CELLS, CellDigests, RangePart, ReadRange, RowBlock
+from elasticps.wire.windows import MAX_CELLS, Blocks, CellDigests, LocatedBlocks, RangePart, ReadRange, RowBlock
 
 _FILTERS = {"float16": Float16(), "bfloat16": BFloat16(), "int8": Int8()}
 _NO_KEYS = np.empty(0, np.int64)
+I_NUMBER, I_HEADER, I_WORDS, I_DIM, INDEXED = range(5)
+"""What compiled code has of a table: its id, its header's address, words and floats of a row."""
+_NO_TABLES = np.empty((0, INDEXED), np.int64)
 LISTED_ROWS = 1 << 14  # in one part of a listing
 
 
@@ -83,6 +88,44 @@ def _gather_missing(initial: NDArray[np.int64], keys: NDArray[np.int64], target:
         index.gather_to(initial, some, out.ctypes.data, scratch)
         for j in range(missing):
             copy(target + 4 * dim * positions[j], out.ctypes.data + 4 * dim * j, 4 * dim)
+
+
+@linked(INT, types.Array(types.int64, 2, "C"), types.Array(types.int64, 2, "C"), INT, WORDS, WORDS)
+def overwrite_blocks(
+    body: int, places: NDArray[np.int64], tables: NDArray[np.int64], journal: int, rows: NDArray[np.int64],
+    left: NDArray[np.int64],
+) -> int:  # fmt: skip
+    """Takes the rows of those blocks of a WINDOW's body, at an address, that have nothing else, and whose keys all have
+    a row here already, and notes their keys in a journal, if there is one. places: int64 [n, BLOCK]; tables: int64
+    [k, INDEXED]; rows: scratch, as many as a block has. Returns how many rows; left[0] is how many blocks are left,
+    their indices follow."""
+    done, likely, remaining = 0, 0, 0
+    for b in range(places.shape[0]):
+        n, at = places[b, ROWS], body + 8 * places[b, KEYS_AT]
+        found = False
+        for _ in range(tables.shape[0]):  # blocks come in the order in which servers have told of tables
+            if tables[likely, I_NUMBER] == places[b, TABLE]:
+                found = True
+                break
+            likely = likely + 1 if likely + 1 < tables.shape[0] else 0
+        if (
+            found
+            and n
+            and places[b, GONE] + places[b, CLEARED] == 0
+            and tables[likely, I_WORDS] == places[b, ROW_WORDS]
+        ):
+            h = carray(pointer(tables[likely, I_HEADER]), (HEADER_SIZE,), np.int64)
+            keys = carray(pointer(at), (n,), np.int64)
+            values = carray(pointer(at + 8 * n), (n, tables[likely, I_WORDS]), np.float32)
+            if overwrite_found(h, keys, values, rows):
+                if journal:
+                    note(journal, places[b, TABLE], tables[likely, I_DIM], at, n)
+                done += n
+                continue
+        remaining += 1
+        left[remaining] = b
+    left[0] = remaining
+    return done
 
 
 class ReaderTable:
@@ -257,6 +300,8 @@ class ReaderTables:
         self.ranges = ranges
         self._dtype = dtype
         self._share = share
+        self._index = _NO_TABLES  # of all tables, for compiled code: I_…
+        self._scratch = np.empty(64, np.int64)  # addresses of a block's rows
         self.by_id: dict[int, ReaderTable] = {}
         self.by_name: dict[str, ReaderTable] = {}
 
@@ -269,6 +314,7 @@ class ReaderTables:
         before = self.by_name.get(spec.name)
         if before is None or before.number < number:
             self.by_name[spec.name] = table
+        self._list_headers()
         return TableChange(spec.name, spec, True, False, _NO_KEYS, _NO_KEYS, np.empty((0, spec.dim), np.float32))
 
     def drop(self, number: int) -> TableChange | None:
@@ -276,11 +322,34 @@ class ReaderTables:
         table = self.by_id.pop(number, None)
         if table is None:
             return None
+        self._list_headers()
         spec = table.spec
         if self.by_name.get(spec.name) is table:
             del self.by_name[spec.name]
         table.close()
         return TableChange(spec.name, spec, False, True, _NO_KEYS, _NO_KEYS, np.empty((0, spec.dim), np.float32))
+
+    def _list_headers(self) -> None:
+        found = [
+            (number, table.stored.header.ctypes.data, table.codec.words, table.spec.dim)
+            for number, table in self.by_id.items()
+        ]
+        self._index = np.array(found, np.int64).reshape(-1, INDEXED)
+
+    def overwrite(self, blocks: Blocks, journal: Journal | None) -> tuple[int, Sequence[RowBlock]]:
+        """Takes rows of blocks whose keys all have a row here already, which is most of them in most windows, and notes
+        the keys in a journal. Returns how many rows, and the blocks that are left."""
+        if not isinstance(blocks, LocatedBlocks):
+            return 0, blocks
+        if not len(blocks):
+            return 0, ()
+        places = blocks.places
+        if (most := int(places[:, ROWS].max())) > len(self._scratch):
+            self._scratch = np.empty(2 * most, np.int64)
+        left = np.empty(1 + len(places), np.int64)
+        address = 0 if journal is None else journal.address
+        done = int(overwrite_blocks(blocks.address, places, self._index, address, self._scratch, left))
+        return done, [blocks.block(i) for i in left[1 : 1 + left[0]].tolist()]
 
     def listing(self) -> list[Callable[[], TableChange]]:
         """All rows that are here, in parts. Each is copied in the reader's type now, and becomes float32 when its turn

@@ -61,9 +61,10 @@ FRAME_BYTES = 4 << 20  # of the rows of one frame of a window, about
 CLEARED = 1 << 40
 """Added to a table's id where an entry has ranges that were cleared instead of keys."""
 
-T_NUMBER, T_HEADER, T_CODE, T_WORDS, T_SHARE, T_SHARES, T_NAMED, T_KEYS, T_RANGES, TABLE = range(10)
+T_NUMBER, T_HEADER, T_CODE, T_WORDS, T_SHARE, T_SHARES, T_NAMED, T_KEYS, T_RANGES, T_FIRST, T_LAST, TABLE = range(12)
 """Of a table that a reader follows: its id, its header's address, how rows are encoded and their words, see `codec`,
-the share of its keys. The rest is of one window: HAS_… if it has a block there, keys, and ranges that were cleared."""
+the share of its keys. The rest is of one window: HAS_… if it has a block there, keys (as noted at first, then each
+once), ranges that were cleared, and where its first and last entry with keys are."""
 HAS_KEYS, HAS_CLEARED = 1, 2
 BLOCK_HEAD = 3  # words of a block before its keys, see `wire.windows`
 _TABLES = types.Array(types.int64, 2, "C")
@@ -127,42 +128,43 @@ def find_limit(journal: int, start: int, end: int, most: int, most_bytes: int) -
     return at
 
 
-@linked(WORDS, INT, INT, INT, INT, WORDS, INT, INT, types.Array(types.int32, 1, "C"), WORDS)
-def collect(
-    h: NDArray[np.int64], journal: int, start: int, end: int, table: int, included: NDArray[np.int64], share: int,
-    shares: int, seen: NDArray[np.int32], out: NDArray[np.int64],
+@kernel
+def _collect(
+    journal: int, start: int, table: NDArray[np.int64], links: NDArray[np.int64], included: NDArray[np.int64],
+    seen: NDArray[np.int32], out: NDArray[np.int64],
 ) -> int:  # fmt: skip
-    """Writes the distinct keys of a table in the entries from `start` to `end`, of ranges r where included[r] is not 0,
-    and of one of so many shares, from 0; returns how many. h: the table's header; seen: scratch, of at least
-    4 (end - start): by slot, which key of `out` is there. It is small, so that it stays in the nearest cache."""
+    """Writes the distinct keys of the entries of a table (T_…), of its share and of ranges r with included[r] != 0;
+    returns how many. links: see `_mention`; seen: scratch, of at least 4 T_KEYS: by slot, which key of `out` is there.
+    It is as small as these need, so that it stays in the nearest cache."""
     ring, size = load64(journal + 8 * J_WORDS), load64(journal + 8 * J_SIZE)
+    h = carray(pointer(table[T_HEADER]), (HEADER_SIZE,), np.int64)
     salt, shift = np.uint64(h[H_SALT]), np.uint64(h[H_SHIFT])
+    share, shares = table[T_SHARE], table[T_SHARES]
     slots = 2
-    while slots < 2 * (end - start):
+    while slots < 2 * table[T_KEYS]:
         slots *= 2
     seen[:slots] = 0
     mask = np.uint64(slots - 1)
-    n, at = 0, start
-    while at < end:
+    n, at = 0, table[T_FIRST]
+    while at >= 0:
         count = load64(ring + 8 * ((at + 1) % size)) & _COUNT
-        if load64(ring + 8 * (at % size)) == table:
-            place = (at + HEAD) % size
-            for _ in range(count):
-                key = load64(ring + 8 * place)
-                place += 1
-                if place == size:
-                    place = 0
-                hashed = hash_key(key, salt)
-                if included[np.int64(hashed >> shift)] == 0 or (shares > 1 and share_index(key, shares) != share):
-                    continue
-                slot = np.int64(hashed & mask)
-                while seen[slot] != 0 and out[seen[slot] - 1] != key:
-                    slot = np.int64((np.uint64(slot) + np.uint64(1)) & mask)
-                if seen[slot] == 0:
-                    out[n] = key
-                    n += 1
-                    seen[slot] = n
-        at += HEAD + count
+        place = (at + HEAD) % size
+        for _ in range(count):
+            key = load64(ring + 8 * place)
+            place += 1
+            if place == size:
+                place = 0
+            hashed = hash_key(key, salt)
+            if included[np.int64(hashed >> shift)] == 0 or (shares > 1 and share_index(key, shares) != share):
+                continue
+            slot = np.int64(hashed & mask)
+            while seen[slot] != 0 and out[seen[slot] - 1] != key:
+                slot = np.int64((np.uint64(slot) + np.uint64(1)) & mask)
+            if seen[slot] == 0:
+                out[n] = key
+                n += 1
+                seen[slot] = n
+        at = links[at - start]
     return n
 
 
@@ -202,19 +204,34 @@ def split(
 
 
 @kernel
-def _mention(journal: int, start: int, end: int, tables: NDArray[np.int64]) -> None:
-    """Sets T_NAMED of each table that has entries, with keys or of ranges that were cleared."""
+def _mention(journal: int, start: int, end: int, tables: NDArray[np.int64], links: NDArray[np.int64]) -> None:
+    """Finds the entries of each table: sets T_NAMED, T_KEYS to how many keys its entries have, T_FIRST and T_LAST. Of
+    an entry with keys, links[its position - start] is the position of the table's next one, or -1."""
     ring, size = load64(journal + 8 * J_WORDS), load64(journal + 8 * J_SIZE)
-    tables[:, T_NAMED] = 0
+    tables[:, T_NAMED] = tables[:, T_KEYS] = 0
+    tables[:, T_FIRST] = -1
     n, likely, at = tables.shape[0], 0, start
     while at < end:
-        number = load64(ring + 8 * (at % size))
+        number, count = load64(ring + 8 * (at % size)), load64(ring + 8 * ((at + 1) % size)) & _COUNT
         for _ in range(n):  # tables come in about the same order in each step of a worker
             if tables[likely, T_NUMBER] == number & ~CLEARED:
-                tables[likely, T_NAMED] |= HAS_CLEARED if number & CLEARED else HAS_KEYS
                 break
             likely = likely + 1 if likely + 1 < n else 0
-        at += HEAD + (load64(ring + 8 * ((at + 1) % size)) & _COUNT)
+        else:
+            at += HEAD + count
+            continue
+        if number & CLEARED:
+            tables[likely, T_NAMED] |= HAS_CLEARED
+        else:
+            if tables[likely, T_FIRST] < 0:
+                tables[likely, T_FIRST] = at
+            else:
+                links[tables[likely, T_LAST] - start] = at
+            links[at - start] = -1
+            tables[likely, T_LAST] = at
+            tables[likely, T_NAMED] |= HAS_KEYS
+            tables[likely, T_KEYS] += count
+        at += HEAD + count
 
 
 @kernel
@@ -246,19 +263,15 @@ def write_changes(
     that have none. tables: int64 [k, TABLE]. scratch: int64 [3, n], seen: int32 [4 n], n >= end - start. Returns how
     many words the blocks have; if more than `body` holds, nothing was written, and they may be fewer. T_NAMED is left
     for tables that have a block."""
-    _mention(journal, start, end, tables)
+    _mention(journal, start, end, tables, scratch[1])
     empty = np.empty(included.shape[0], np.bool_)
     need, n = 0, 0
     for t in range(tables.shape[0]):
-        tables[t, T_KEYS] = tables[t, T_RANGES] = 0
+        tables[t, T_RANGES] = 0
         if tables[t, T_NAMED] & HAS_CLEARED:
             tables[t, T_RANGES] = _cleared(journal, start, end, tables[t, T_NUMBER], included, empty)
         if tables[t, T_NAMED] & HAS_KEYS:
-            h = carray(pointer(tables[t, T_HEADER]), (HEADER_SIZE,), np.int64)
-            tables[t, T_KEYS] = collect(
-                h, journal, start, end, tables[t, T_NUMBER], included, tables[t, T_SHARE], tables[t, T_SHARES], seen,
-                scratch[0, n:],
-            )  # fmt: skip
+            tables[t, T_KEYS] = _collect(journal, start, tables[t], scratch[1], included, seen, scratch[0, n:])
             n += tables[t, T_KEYS]
         if tables[t, T_KEYS] + tables[t, T_RANGES] == 0:
             tables[t, T_NAMED] = 0
@@ -402,7 +415,7 @@ def followed_tables(tables: Iterable[tuple[int, NDArray[np.int64], Codec, KeySha
     """What `Journal.read` has to know of tables: their ids, headers, which must stay where they are, how rows are
     encoded, and the share of keys: int64 [k, TABLE]."""
     found = [
-        (number, h.ctypes.data, max(codec.code, 0), codec.words, share.ordinal, share.of, 0, 0, 0)
+        (number, h.ctypes.data, max(codec.code, 0), codec.words, share.ordinal, share.of, *(TABLE - T_NAMED) * (0,))
         for number, h, codec, share in tables
     ]
     return np.array(found, np.int64).reshape(-1, TABLE)

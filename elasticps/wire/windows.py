@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from json import dumps
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.errors import ConfigError
-from elasticps.kernels.windows import BLOCK, FIRST_BLOCK, RECORDS, locate
+from elasticps.kernels.windows import BLOCK, FIRST_BLOCK, RECORDS, RUNS, RUNS_AT, locate
 from elasticps.model.key_share import ALL_KEYS, KeyShare
 from elasticps.wire.frames import (
     DIGESTS,
@@ -227,17 +227,39 @@ def _read_block(reader: _Body, ranges: int) -> RowBlock:
     return RowBlock(table, keys, reader.take(n * words, np.float32).reshape(n, words), absent, empty)
 
 
-def _block_at(
-    body: Bytes, words: Ints, table: int, n: int, width: int, gone: int, cleared: int, at: int
-) -> RowBlock:  # fmt: skip
-    """A block whose keys begin at a word of the body."""
-    absent = at + n
-    empty = absent + gone
-    rows = 8 * (empty + cleared)
-    return RowBlock(
-        table, words[at:absent], body[rows : rows + 4 * n * width].view(np.float32).reshape(n, width),
-        words[absent:empty], words[empty : empty + cleared],
-    )  # fmt: skip
+class LocatedBlocks:
+    """The blocks of a WINDOW, where they are in its body: places int64 [n, BLOCK], see `kernels.windows`."""
+
+    def __init__(self, body: Bytes, places: Ints) -> None:
+        self.places = places
+        self._body = body
+        self._words = body.view(np.int64)
+
+    @property
+    def address(self) -> int:
+        """Where the body lies."""
+        return int(self._body.ctypes.data)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __iter__(self) -> Iterator[RowBlock]:
+        return map(self.block, range(len(self)))
+
+    def block(self, index: int) -> RowBlock:
+        """One of them, as views of the body."""
+        table, n, width, gone, cleared, at = self.places[index].tolist()
+        absent = at + n
+        empty = absent + gone
+        rows = 8 * (empty + cleared)
+        return RowBlock(
+            table, self._words[at:absent],
+            self._body[rows : rows + 4 * n * width].view(np.float32).reshape(n, width), self._words[absent:empty],
+            self._words[empty : empty + cleared],
+        )  # fmt: skip
+
+
+Blocks: TypeAlias = Sequence[RowBlock] | LocatedBlocks
 
 
 class Progresses(NamedTuple):
@@ -306,7 +328,7 @@ class WindowFrame(NamedTuple):
     number: int
     time_us: int
     complete: bool
-    blocks: Sequence[RowBlock] = ()
+    blocks: Blocks = ()
     ranges: Ints = np.empty(0, np.int64)
     positions: Ints = np.empty(0, np.int64)
     progress: Progresses = Progresses(np.empty((0, _RUN), np.int64))
@@ -335,11 +357,11 @@ class WindowFrame(NamedTuple):
         )  # fmt: skip
         if not well_formed or found[RECORDS]:
             return cls.parse(header, body, ranges)
-        runs_at, runs, _, _, *numbers = found.tolist()
+        runs_at, runs = found[RUNS_AT].item(), found[RUNS].item()
         named = max(named, 0)
         return cls(
             header.epoch, header.clock, _time_us(header), complete,
-            [_block_at(body, words, *numbers[i : i + BLOCK]) for i in range(0, len(numbers), BLOCK)],
+            LocatedBlocks(body, found[FIRST_BLOCK:].reshape(-1, BLOCK)),
             words[:named], words[named : 2 * named],
             Progresses(words[runs_at : runs_at + _RUN * runs].reshape(-1, _RUN)),
         )  # fmt: skip

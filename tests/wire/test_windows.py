@@ -72,7 +72,7 @@ def test_windows_come_as_they_were_made(rows: int) -> None:
     part = WindowFrame(5, 10, 1, False, [block(rows)])
     got = WindowFrame.of(*there(part.frame()), RANGES)
     assert not got.complete
-    assert same(got.blocks[0], part.blocks[0])
+    assert same(list(got.blocks)[0], list(part.blocks)[0])
 
 
 def test_parts_of_ranges_come_as_they_were_made() -> None:

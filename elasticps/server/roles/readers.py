@@ -26,7 +26,7 @@ from elasticps.server.roles.range_parts import missing_part, part_of
 from elasticps.server.roles.sent_state import SentState
 from elasticps.store import Table
 from elasticps.store.codec import Codec
-from elasticps.store.journal import Journal, followed_tables
+from elasticps.store.journal import T_KEYS, Journal, followed_tables
 from elasticps.wire.frames import Buffer, FrameError, Header, Kind
 from elasticps.wire.windows import MOST_STRETCH, ReadRange, Subscribe, Subscribed, window_frame
 from replication.chain import Ranges
@@ -35,7 +35,8 @@ from replication.messages import Seqs
 log = fields.logger(__name__)
 
 JOURNAL_WORDS = 1 << 21  # 16 MB of keys: about as many pushes as a failover takes
-KEYS_AT_ONCE = 1 << 14  # of one frame of a window; about a millisecond or two
+KEYS_AT_ONCE = 1 << 14  # of one frame of a window; about a millisecond or two,
+MOST_REPEATS = 4  # times so many of the journal if most keys are there again and again
 CREDIT_BYTES = 8 << 20  # of windows that a reader has not acknowledged
 MOST_READS = 8  # READ_RANGEs of a reader that wait
 SHARE = 4  # one part in so many of this server's time goes to readers, at most,
@@ -87,6 +88,7 @@ class AttachedReader:
         self.name = name
         self.wants: Subscribe | None = None  # its newest SUBSCRIBE
         self.cursor = 0  # of the journal
+        self.repeats = 1.0  # how often a key of its newest frame stood in the journal, about
         self.lost = True  # the journal was written over before the cursor, or there was no SUBSCRIBE yet
         self.ranges = NO_RANGES  # that it follows here, ascending
         self.follows = np.zeros(ranges, np.int64)  # 1 for these
@@ -324,8 +326,10 @@ class ReaderFeeds:
         if same and now + TIMER_S - reader.sent_s < max(IDLE_S, every_s):
             reader.next_s, reader.quiet = reader.sent_s + max(IDLE_S, every_s), True
             return
-        upto = journal.limit(reader.cursor, KEYS_AT_ONCE)
+        upto = journal.limit(reader.cursor, int(KEYS_AT_ONCE * reader.repeats))
         blocks, written = journal.read(reader.cursor, upto, reader.sent.followed, reader.follows)
+        keys = int(reader.sent.followed[:, T_KEYS].sum())
+        reader.repeats = min(max(1.0, (upto - reader.cursor) / max(1, keys)), MOST_REPEATS)
         complete = upto == journal.end
         state = reader.sent.write_changes(reader.ranges, reader.follows) if complete else None
         reader.cursor, reader.flow.number = upto, reader.flow.number + 1
