@@ -313,6 +313,19 @@ def many_servers(
 
 
 @app.command()
+def idle(
+    workers: Annotated[int, typer.Option(min=1, max=1000, help="Each has a table and does nothing.")] = 50,
+    processes: Annotated[int, typer.Option(min=1, max=64, help="Processes that they are in.")] = 2,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Time that is measured.")] = 20.0,
+    as_json: Json = False,
+) -> None:
+    """What workers cost that do nothing: processor time of each, and of etcd."""
+    from benchmarks import idle as bench
+
+    _print(bench.run(workers=workers, processes=min(processes, workers), seconds=seconds, progress=_progress), as_json)
+
+
+@app.command()
 def tables(
     count: Annotated[int, typer.Option("--tables", min=1, max=256, help="How many.")] = 26,
     batch: Annotated[int, typer.Option(min=1, help="Samples in each step.")] = 256,
