@@ -17,7 +17,7 @@ from elasticps.exchange.checkpoint import weights
 from elasticps.model.key_share import share_of
 from elasticps.readers.rows import ReaderTable
 from elasticps.readers.values import AsOf
-from elasticps.wire.windows import RowBlock
+from elasticps.wire.row_blocks import RowBlock
 from replication.progress import ERASER
 
 if TYPE_CHECKING:

@@ -26,7 +26,8 @@ from elasticps.store.journal import Journal, first_outside, note
 from elasticps.store.layout import overwrite_found
 from elasticps.store.native import H_DIM, HEADER_SIZE, INT, KEYS, WORDS, carray, copy, kernel, linked, pointer
 from elasticps.wire.frames import FrameError
-from elasticps.wire.windows import MAX_CELLS, Blocks, CellDigests, LocatedBlocks, RangePart, ReadRange, RowBlock
+from elasticps.wire.row_blocks import Blocks, LocatedBlocks, RowBlock
+from elasticps.wire.windows import MAX_CELLS, CellDigests, RangePart, ReadRange
 
 _FILTERS = {"float16": Float16(), "bfloat16": BFloat16(), "int8": Int8()}
 _NO_KEYS = np.empty(0, np.int64)
@@ -92,34 +93,34 @@ def _gather_missing(initial: NDArray[np.int64], keys: NDArray[np.int64], target:
 
 @linked(INT, types.Array(types.int64, 2, "C"), types.Array(types.int64, 2, "C"), INT, WORDS, WORDS)
 def overwrite_blocks(
-    body: int, places: NDArray[np.int64], tables: NDArray[np.int64], journal: int, rows: NDArray[np.int64],
+    body: int, layout: NDArray[np.int64], tables: NDArray[np.int64], journal: int, rows: NDArray[np.int64],
     left: NDArray[np.int64],
 ) -> int:  # fmt: skip
     """Takes the rows of those blocks of a WINDOW's body, at an address, that have nothing else, and whose keys all have
-    a row here already, and notes their keys in a journal, if there is one. places: int64 [n, BLOCK]; tables: int64
+    a row here already, and notes their keys in a journal, if there is one. layout: int64 [n, BLOCK]; tables: int64
     [k, INDEXED]; rows: scratch, as many as a block has. Returns how many rows; left[0] is how many blocks are left,
     their indices follow."""
     done, likely, remaining = 0, 0, 0
-    for b in range(places.shape[0]):
-        n, at = places[b, ROWS], body + 8 * places[b, KEYS_AT]
+    for b in range(layout.shape[0]):
+        n, at = layout[b, ROWS], body + 8 * layout[b, KEYS_AT]
         found = False
         for _ in range(tables.shape[0]):  # blocks come in the order in which servers have told of tables
-            if tables[likely, I_NUMBER] == places[b, TABLE]:
+            if tables[likely, I_NUMBER] == layout[b, TABLE]:
                 found = True
                 break
             likely = likely + 1 if likely + 1 < tables.shape[0] else 0
         if (
             found
             and n
-            and places[b, GONE] + places[b, CLEARED] == 0
-            and tables[likely, I_WORDS] == places[b, ROW_WORDS]
+            and layout[b, GONE] + layout[b, CLEARED] == 0
+            and tables[likely, I_WORDS] == layout[b, ROW_WORDS]
         ):
             h = carray(pointer(tables[likely, I_HEADER]), (HEADER_SIZE,), np.int64)
             keys = carray(pointer(at), (n,), np.int64)
             values = carray(pointer(at + 8 * n), (n, tables[likely, I_WORDS]), np.float32)
             if overwrite_found(h, keys, values, rows):
                 if journal:
-                    note(journal, places[b, TABLE], tables[likely, I_DIM], at, n)
+                    note(journal, layout[b, TABLE], tables[likely, I_DIM], at, n)
                 done += n
                 continue
         remaining += 1
@@ -343,12 +344,12 @@ class ReaderTables:
             return 0, blocks
         if not len(blocks):
             return 0, ()
-        places = blocks.places
-        if (most := int(places[:, ROWS].max())) > len(self._scratch):
+        layout = blocks.layout
+        if (most := int(layout[:, ROWS].max())) > len(self._scratch):
             self._scratch = np.empty(2 * most, np.int64)
-        left = np.empty(1 + len(places), np.int64)
+        left = np.empty(1 + len(layout), np.int64)
         address = 0 if journal is None else journal.address
-        done = int(overwrite_blocks(blocks.address, places, self._index, address, self._scratch, left))
+        done = int(overwrite_blocks(blocks.address, layout, self._index, address, self._scratch, left))
         return done, [blocks.block(i) for i in left[1 : 1 + left[0]].tolist()]
 
     def listing(self) -> list[Callable[[], TableChange]]:

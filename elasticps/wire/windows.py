@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from json import dumps
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,7 @@ from elasticps.wire.frames import (
     text,
     whole,
 )
+from elasticps.wire.row_blocks import BLOCK_HEAD, Blocks, BodyReader, LocatedBlocks, RowBlock, read_block, write_block
 from replication.step_records import StepRecord, record_bytes
 
 Bytes = NDArray[np.uint8]
@@ -46,7 +47,6 @@ DTYPES = ("", "float32", "float16", "bfloat16", "int8")
 FINE = 2
 """Flag of SUBSCRIBE: a window after each change, for `clock` milliseconds, so that moments can be compared."""
 
-_BLOCK = struct.Struct("<IIIIII")  # table, rows, words of a row, keys that are gone, ranges that were cleared, 0
 _COUNT = struct.Struct("<q")
 _WINDOW = int(Kind.WINDOW)
 _RUN = 4  # worker, first range, last range, progress
@@ -58,35 +58,6 @@ def _body(parts: Sequence[Buffer]) -> int:
 
 def _frame(header: Header, parts: list[Buffer]) -> list[Buffer]:
     return [header._replace(body=_body(parts)).pack(), *parts]
-
-
-class _Body:
-    """Reads a body from its begin on, never beyond its end."""
-
-    def __init__(self, body: Bytes) -> None:
-        self._body = body
-        self._at = 0
-
-    def take(self, count: int, dtype: type[np.generic] = np.uint8) -> NDArray[Any]:
-        """So many numbers, and the padding behind them."""
-        nbytes = count * np.dtype(dtype).itemsize
-        if count < 0 or nbytes > len(self._body) - self._at:
-            raise FrameError(f"{count} numbers at byte {self._at} do not fit in a body of {len(self._body)} bytes")
-        found = self._body[self._at : self._at + nbytes].view(dtype)
-        self._at += nbytes + (-nbytes & 7)
-        return found
-
-    def count(self, most: int) -> int:
-        """A number that says how many of something follow."""
-        n = int(self.take(1, np.int64)[0])
-        if not 0 <= n <= most:
-            raise FrameError(f"a frame announces {n} of what there can be {most}")
-        return n
-
-    def end(self) -> None:
-        """Nothing is left."""
-        if self._at != len(self._body):
-            raise FrameError(f"{len(self._body) - self._at} bytes are left of a body of {len(self._body)}")
 
 
 def _int64(*numbers: int) -> bytes:
@@ -129,7 +100,7 @@ class Subscribe(NamedTuple):
         n = header.items
         if n > ranges or header.table >= len(DTYPES) or not 1 <= header.wait_ms <= 60_000 or header.clock > 60_000:
             raise FrameError(f"a SUBSCRIBE of {n} ranges, type {header.table}, every {header.wait_ms} ms")
-        reader = _Body(body)
+        reader = BodyReader(body)
         found = reader.take(3 * n, np.int64).reshape(3, n).copy()
         document = json_body(reader.take(header.bound).tobytes() if header.bound else b"{}")
         reader.end()
@@ -179,87 +150,13 @@ class Subscribed(NamedTuple):
         """The inverse; FrameError."""
         if header.items + header.table > ranges:
             raise FrameError(f"a SUBSCRIBED of {header.items} and {header.table} ranges")
-        reader = _Body(body)
+        reader = BodyReader(body)
         continued, unknown = (reader.take(n, np.int64).copy() for n in (header.items, header.table))
         reader.end()
         for each in (continued, unknown):
             if len(each) and (each.min() < 0 or each.max() >= ranges):
                 raise FrameError("a SUBSCRIBED names a range that there is not")
         return cls(header.request, header.epoch, continued, unknown)
-
-
-class RowBlock(NamedTuple):
-    """Rows of one table as they are: keys int64 [n], rows float32 [n, words] as words; gone int64 [k]: keys without a
-    row; cleared int64 [c]: ranges that lost all rows before."""
-
-    table: int
-    keys: Ints
-    rows: NDArray[np.float32]
-    gone: Ints
-    cleared: Ints
-
-    @property
-    def nbytes(self) -> int:
-        """About what it takes on the wire."""
-        return _BLOCK.size + self.keys.nbytes + self.rows.nbytes + self.gone.nbytes + self.cleared.nbytes + 8
-
-
-def _write_block(block: RowBlock) -> list[Buffer]:
-    n, words = block.rows.shape
-    counts = _BLOCK.pack(block.table, n, words, len(block.gone), len(block.cleared), 0)
-    parts: list[Buffer] = [
-        b"".join((counts, block.keys.tobytes(), block.gone.tobytes(), block.cleared.tobytes()))
-    ]  # one buffer: a socket takes few faster
-    if block.rows.size:
-        parts.append(np.ascontiguousarray(block.rows).data.cast("B"))
-        if block.rows.nbytes & 7:
-            parts.append(b"\0" * 4)
-    return parts
-
-
-def _read_block(reader: _Body, ranges: int) -> RowBlock:
-    table, n, words, gone, cleared, _ = _BLOCK.unpack(reader.take(_BLOCK.size).tobytes())
-    if words > MAX_DIM or cleared > ranges or n * max(words, 1) * 4 > MAX_BODY_BYTES:
-        raise FrameError(f"a block of {n} rows of {words} words, {cleared} ranges cleared")
-    keys, absent, empty = (reader.take(count, np.int64) for count in (n, gone, cleared))
-    if cleared and (empty.min() < 0 or empty.max() >= ranges):
-        raise FrameError("a block clears a range that there is not")
-    return RowBlock(table, keys, reader.take(n * words, np.float32).reshape(n, words), absent, empty)
-
-
-class LocatedBlocks:
-    """The blocks of a WINDOW, where they are in its body: places int64 [n, BLOCK], see `kernels.windows`."""
-
-    def __init__(self, body: Bytes, places: Ints) -> None:
-        self.places = places
-        self._body = body
-        self._words = body.view(np.int64)
-
-    @property
-    def address(self) -> int:
-        """Where the body lies."""
-        return int(self._body.ctypes.data)
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def __iter__(self) -> Iterator[RowBlock]:
-        return map(self.block, range(len(self)))
-
-    def block(self, index: int) -> RowBlock:
-        """One of them, as views of the body."""
-        table, n, width, gone, cleared, at = self.places[index].tolist()
-        absent = at + n
-        empty = absent + gone
-        rows = 8 * (empty + cleared)
-        return RowBlock(
-            table, self._words[at:absent],
-            self._body[rows : rows + 4 * n * width].view(np.float32).reshape(n, width), self._words[absent:empty],
-            self._words[empty : empty + cleared],
-        )  # fmt: skip
-
-
-Blocks: TypeAlias = Sequence[RowBlock] | LocatedBlocks
 
 
 class Progresses(NamedTuple):
@@ -339,7 +236,7 @@ class WindowFrame(NamedTuple):
     def frame(self) -> list[Buffer]:
         """As it is sent. Whoever feeds readers has a journal write the blocks: the same in compiled code."""
         state = WindowState.of(self.ranges, self.positions, self.progress, self.records) if self.complete else None
-        written = b"".join(memoryview(part).cast("B") for block in self.blocks for part in _write_block(block))
+        written = b"".join(memoryview(part).cast("B") for block in self.blocks for part in write_block(block))
         return window_frame(
             self.epoch, self.number, self.time_us, state, len(self.blocks), written, self.tables, self.dropped
         )
@@ -348,7 +245,7 @@ class WindowFrame(NamedTuple):
     def of(cls, header: Header, body: Bytes, ranges: int) -> WindowFrame:
         """The inverse, views of the body; FrameError."""
         complete, count = bool(header.flags & LAST), header.items
-        if header.bound or len(body) & 7 or _BLOCK.size * count > len(body):
+        if header.bound or len(body) & 7 or BLOCK_HEAD.size * count > len(body):
             return cls.parse(header, body, ranges)
         found, words = np.empty(FIRST_BLOCK + BLOCK * count, np.int64), body.view(np.int64)
         named = header.table if complete else -1
@@ -369,7 +266,7 @@ class WindowFrame(NamedTuple):
     @classmethod
     def parse(cls, header: Header, body: Bytes, ranges: int) -> WindowFrame:
         """The same, part by part."""
-        reader, complete = _Body(body), bool(header.flags & LAST)
+        reader, complete = BodyReader(body), bool(header.flags & LAST)
         tables, dropped = list[tuple[int, str]](), list[int]()
         if header.bound:
             document = json_body(reader.take(header.bound).tobytes(), MAX_BODY_BYTES)
@@ -389,7 +286,7 @@ class WindowFrame(NamedTuple):
             for first, last in ((named, named), (runs[:, 1], runs[:, 2])):
                 if len(first) and not (first.min() >= 0 and last.max() < ranges and (first <= last).all()):
                     raise FrameError("a WINDOW names a range that there is not")
-        blocks = [_read_block(reader, ranges) for _ in range(header.items)]
+        blocks = [read_block(reader, ranges) for _ in range(header.items)]
         reader.end()
         return cls(
             header.epoch, header.clock, time_us, complete, blocks, named, positions,
@@ -456,7 +353,7 @@ class ReadRange(NamedTuple):
         """The inverse; FrameError."""
         if header.worker >= ranges or header.items > MAX_READ_ROWS or header.clock >= 1 << 62:
             raise FrameError(f"a READ_RANGE of range {header.worker}, {header.items} rows, from {header.clock}")
-        reader, cells = _Body(body), None
+        reader, cells = BodyReader(body), None
         if header.flags & DIGESTS:
             high, shift = reader.take(2, np.int64).tolist()
             found = reader.take((len(body) - 16) // 8, np.uint64).copy()
@@ -494,17 +391,17 @@ class RangePart(NamedTuple):
         if self.differing is not None:
             header = header._replace(flags=header.flags | DIGESTS, items=len(self.differing), table=self.shift)
             cells.append(padded(np.packbits(self.differing).tobytes()))
-        return _frame(header, [_int64(self.low, self.high), *cells, *_write_block(self.block)])
+        return _frame(header, [_int64(self.low, self.high), *cells, *write_block(self.block)])
 
     @classmethod
     def of(cls, header: Header, body: Bytes, ranges: int) -> RangePart:
         """The inverse, views of the body; FrameError."""
-        reader, differing = _Body(body), None
+        reader, differing = BodyReader(body), None
         low, high = reader.take(2, np.int64).tolist()
         if header.flags & DIGESTS:
             _check_cells(header.items, low, high, header.table)
             differing = np.unpackbits(reader.take((header.items + 7) // 8), count=header.items).astype(np.bool_)
-        block = _read_block(reader, ranges)
+        block = read_block(reader, ranges)
         reader.end()
         if header.worker >= ranges or not 0 <= low <= high <= 1 << 62 or header.clock > 1 << 62:
             raise FrameError(f"a RANGE_ROWS of range {header.worker}, hashes {low} to {high}")

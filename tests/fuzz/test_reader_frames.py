@@ -24,16 +24,8 @@ from elasticps.readers.reader import Reader
 from elasticps.readers.relay import Relay, RelayFeed
 from elasticps.readers.values import ReaderSpec
 from elasticps.wire.frames import HEADER_BYTES, Buffer, FrameError, Header, Kind, json_frame, unpack_header
-from elasticps.wire.windows import (
-    Progresses,
-    RangePart,
-    ReadRange,
-    RowBlock,
-    Subscribe,
-    Subscribed,
-    WindowFrame,
-    window_ack,
-)
+from elasticps.wire.row_blocks import RowBlock
+from elasticps.wire.windows import Progresses, RangePart, ReadRange, Subscribe, Subscribed, WindowFrame, window_ack
 from replication.step_records import record_of
 from tests.fuzz.core import APPS, CLUSTER, HONEST, TABLE, Core, Wire, watched
 from tests.fuzz.corpus import RANGES

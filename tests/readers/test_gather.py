@@ -12,7 +12,7 @@ from elasticps.model.spec import Init, Normal, TableSpec, Zeros
 from elasticps.readers.rows import ReaderTable
 from elasticps.readers.values import READER_DTYPES
 from elasticps.store import Store
-from elasticps.wire.windows import RowBlock
+from elasticps.wire.row_blocks import RowBlock
 
 RANGES, HELD, NONE = 16, 300, np.empty(0, np.int64)
 

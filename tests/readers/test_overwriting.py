@@ -12,7 +12,8 @@ from elasticps.model.spec import Normal, TableSpec
 from elasticps.readers.rows import ReaderTables
 from elasticps.store.journal import Journal
 from elasticps.wire.frames import FrameError, unpack_header
-from elasticps.wire.windows import LocatedBlocks, RowBlock, WindowFrame
+from elasticps.wire.row_blocks import LocatedBlocks, RowBlock
+from elasticps.wire.windows import WindowFrame
 
 RANGES, KEYS, UNKNOWN = 16, 40, 9
 WIDTHS = {3: 1, 5: 8, 6: 33}

@@ -13,7 +13,8 @@ from elasticps.store import Store
 from elasticps.store.codec import Codec
 from elasticps.store.journal import ENTRY_BYTES, Journal, followed_tables
 from elasticps.wire.frames import Header, Kind
-from elasticps.wire.windows import RowBlock, WindowFrame
+from elasticps.wire.row_blocks import RowBlock
+from elasticps.wire.windows import WindowFrame
 
 RANGES, DIM = 8, 7
 PLAIN = Codec([], DIM)

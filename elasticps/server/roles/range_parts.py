@@ -10,7 +10,8 @@ from elasticps.store import Table
 from elasticps.store.cells import cells_of, digest_cells, rows_at_once
 from elasticps.store.intervals import HASH_END
 from elasticps.store.journal import keys_within, rows_of
-from elasticps.wire.windows import MAX_READ_ROWS, RangePart, ReadRange, RowBlock
+from elasticps.wire.row_blocks import RowBlock
+from elasticps.wire.windows import MAX_READ_ROWS, RangePart, ReadRange
 
 READ_BYTES = 256 << 10  # of rows, about, in one answer
 COMPARED = 4  # a list of cells is compared with so many times the rows that it describes, at most

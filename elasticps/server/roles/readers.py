@@ -64,6 +64,7 @@ class Outflow:
         self.number = 0  # of the newest
         self.bytes = 0  # of those that it has not applied
         self.shown_s: float | None = None  # when the newest one that it has applied was made
+        self.repeats = 1.0  # how often a key of the newest frame stood in the journal, about
         self._windows: deque[tuple[int, int, float]] = deque()  # numbers and bytes of these, and when they were made
         self.unshown: deque[UnshownFrame] = deque()  # frames that may not leave yet
 
@@ -88,7 +89,6 @@ class AttachedReader:
         self.name = name
         self.wants: Subscribe | None = None  # its newest SUBSCRIBE
         self.cursor = 0  # of the journal
-        self.repeats = 1.0  # how often a key of its newest frame stood in the journal, about
         self.lost = True  # the journal was written over before the cursor, or there was no SUBSCRIBE yet
         self.ranges = NO_RANGES  # that it follows here, ascending
         self.follows = np.zeros(ranges, np.int64)  # 1 for these
@@ -326,10 +326,10 @@ class ReaderFeeds:
         if same and now + TIMER_S - reader.sent_s < max(IDLE_S, every_s):
             reader.next_s, reader.quiet = reader.sent_s + max(IDLE_S, every_s), True
             return
-        upto = journal.limit(reader.cursor, int(KEYS_AT_ONCE * reader.repeats))
+        upto = journal.limit(reader.cursor, int(KEYS_AT_ONCE * reader.flow.repeats))
         blocks, written = journal.read(reader.cursor, upto, reader.sent.followed, reader.follows)
         keys = int(reader.sent.followed[:, T_KEYS].sum())
-        reader.repeats = min(max(1.0, (upto - reader.cursor) / max(1, keys)), MOST_REPEATS)
+        reader.flow.repeats = min(max(1.0, (upto - reader.cursor) / max(1, keys)), MOST_REPEATS)
         complete = upto == journal.end
         state = reader.sent.write_changes(reader.ranges, reader.follows) if complete else None
         reader.cursor, reader.flow.number = upto, reader.flow.number + 1
