@@ -283,11 +283,19 @@ def reader_cost(
 
 
 @app.command()
-def control(as_json: Json = False) -> None:
-    """What a view of 1,024 ranges, 100 servers and 1,000 workers costs to send, to adopt and to plan."""
+def control(
+    servers: Annotated[int, typer.Option(min=4, max=4096, help="How many.")] = 100,
+    ranges: Annotated[int, typer.Option(min=16, max=1 << 16, help="How many; a power of two.")] = 1024,
+    workers: Annotated[int, typer.Option(min=1, max=100_000, help="How many.")] = 1000,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that each is done.")] = 200,
+    as_json: Json = False,
+) -> None:
+    """What a view costs to send, to adopt and to plan. No process is started."""
     from benchmarks import control as bench
 
-    _print(bench.run(progress=_progress), as_json)
+    if ranges & (ranges - 1):
+        raise typer.BadParameter(f"--ranges is a power of two, got {ranges}")
+    _print(bench.run(servers=servers, ranges=ranges, workers=workers, rounds=rounds, progress=_progress), as_json)
 
 
 @app.command("servers")

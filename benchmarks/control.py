@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.runner import Progress, Result, figures, percentiles, seconds_of, silent
+from coordinator.core.differences import ViewDifference
 from coordinator.core.keys import ROSTER, VIEW
 from coordinator.core.planner import Health, Members, Plan, plan, plan_roster
 from coordinator.core.view import ClusterConfig, Roster, ServerInfo, View, WorkerInfo
@@ -25,15 +26,17 @@ from elasticps.client.core.routing import Routes
 from elasticps.errors import Error, Timeout
 from elasticps.system import background
 
-RANGES, SERVERS, WORKERS, REPLICAS = 1024, 100, 1000, 2
+REPLICAS = 2
 ROUNDS = 200
 _ROSTER_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True)
 class ViewCosts:
-    """Sizes in bytes, times in ms, each as {"p50", "max"} over ROUNDS.
+    """Sizes in bytes, times in ms, each as {"p50", "max"} over `rounds`.
 
+    first               CPU time of the first plan, once
+    death_bytes         of the difference that servers and workers are sent when a server dies
     adopt               a worker decodes a view and makes its routes
     plan                by change: a server dies, joins, drains
     roster_plan         one worker joins
@@ -41,7 +44,12 @@ class ViewCosts:
     rosters_for_workers versions of the roster meanwhile
     """
 
+    servers: int
+    ranges: int
+    workers: int
+    first: float
     view_bytes: int
+    death_bytes: int
     roster_bytes: int
     encode: dict[str, float]
     adopt: dict[str, float]
@@ -52,48 +60,55 @@ class ViewCosts:
 
     def as_dict(self) -> dict[str, Any]:
         """For programs."""
-        return {"ranges": RANGES, "servers": SERVERS, "workers": WORKERS, "replicas": REPLICAS, **asdict(self)}
+        return {"replicas": REPLICAS, **asdict(self)}
 
 
-def run(*, rounds: int = ROUNDS, progress: Progress = silent) -> Result:
-    """Measures with 1,024 ranges, 100 servers and 1,000 workers. Error if a worker's coming writes a view."""
+def run(
+    *, servers: int = 100, ranges: int = 1024, workers: int = 1000, rounds: int = ROUNDS, progress: Progress = silent
+) -> Result:
+    """Measures a cluster of so many servers, ranges and workers. Error if a worker's coming writes a view."""
     progress("planning")
-    config = ClusterConfig(RANGES, REPLICAS)
-    servers = tuple(
+    config = ClusterConfig(ranges, REPLICAS)
+    infos = tuple(
         ServerInfo(
             f"server-{i}", 1 + i % 7, f"10.0.{i // 250}.{i % 250}:70{i % 100:02}", f"10.0.0.{i}:8000", f"z{i % 3}"
         )
-        for i in range(SERVERS + 1)
+        for i in range(servers + 1)
     )
-    here = Members("bench", servers[:SERVERS])
+    here = Members("bench", infos[:servers])
+    began = time.process_time()
     view = _view(plan(None, here, config))
+    first = time.process_time() - began
     # As after a long life: ranges changed at different times, many are being filled.
-    since = np.random.default_rng(1).integers(1, 100_000, RANGES)
+    since = np.random.default_rng(1).integers(1, 100_000, ranges)
     view = replace(view, epoch=100_000, since=since, reason="repair: " + "ranges " * 60)
     encoded = view.encode()
-    roster = Roster(9, tuple(WorkerInfo(i + 1, f"worker-{i}", 1, "default") for i in range(WORKERS)))
-    more = (*roster.workers, WorkerInfo(WORKERS + 1, "worker-new", 1, "default"))
-    dead = Health({servers[3].member: "its connection was reset"})
-    draining = replace(here, draining=frozenset([servers[3].member]))
+    roster = Roster(9, tuple(WorkerInfo(i + 1, f"worker-{i}", 1, "default") for i in range(workers)))
+    more = (*roster.workers, WorkerInfo(workers + 1, "worker-new", 1, "default"))
+    dead = Health({infos[3].member: "its connection was reset"})
+    draining = replace(here, draining=frozenset([infos[3].member]))
     plans = {
         "dies": _timed(lambda: plan(view, here, config, dead), rounds),
-        "joins": _timed(lambda: plan(view, replace(here, servers=servers), config), rounds),
+        "joins": _timed(lambda: plan(view, replace(here, servers=infos), config), rounds),
         "drains": _timed(lambda: plan(view, draining, config), rounds),
     }
     views, rosters = background.run(_workers_come_and_go())
     if views:
         raise Error(f"{views} views were written because workers came and went: none should be")
+    death = ViewDifference.between(view, _view(plan(view, here, config, dead))).encode()
     found = ViewCosts(
-        len(encoded), len(roster.encode()), _timed(view.encode, rounds), _timed(lambda: _adopt(encoded), rounds), plans,
+        servers, ranges, workers, round(1e3 * first, 1), len(encoded), len(death), len(roster.encode()),
+        _timed(lambda: replace(view).encode(), rounds), _timed(lambda: _adopt(encoded), rounds), plans,
         _timed(lambda: plan_roster(roster, more), rounds), views, rosters,
     )  # fmt: skip
     kinds = {"a worker adopts a view": found.adopt, "the leader encodes it": found.encode}
     kinds |= {f"planned when a server {change}": times for change, times in found.plan.items()}
     kinds |= {"planned when a worker joins": found.roster_plan}
-    title = f"control: {RANGES:,} ranges, {SERVERS} servers, {WORKERS:,} workers"
+    title = f"control: {ranges:,} ranges, {servers:,} servers, {workers:,} workers"
     shown = figures(title, kinds, ("p50", "max"), digits=2, unit=" ms")
     text = (
-        f"a view has {found.view_bytes:,} bytes, the roster {found.roster_bytes:,}; ten workers that came and went "
+        f"the first view took {found.first:,.0f} ms of CPU time; a view has {found.view_bytes:,} bytes, what is sent "
+        f"of a server's death {found.death_bytes:,}, the roster {found.roster_bytes:,}; ten workers that came and went "
         f"changed {found.views_for_workers} views and {found.rosters_for_workers} rosters"
     )
     return Result(found, [shown, text])
