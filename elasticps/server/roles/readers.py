@@ -114,10 +114,11 @@ class ReaderFeeds:
     def __init__(self, context: Context, wall: Callable[[], float], journal_words: int = JOURNAL_WORDS) -> None:
         self._context, self._loop = context, context.loop
         self._wall = wall  # seconds since 1970
-        self._serving, self._held = context.serving, context.held
+        self._serving = context.serving
         self._store, self._replica = context.executor.store, context.executor.replica
         self.changes = ChangeJournal(context, journal_words)
         self._readers: dict[Connection, AttachedReader] = {}
+        self._waiting: set[AttachedReader] = set()  # those for which a change may have something be sent at once
         self._timer: object | None = None  # of the next turn
         self._due_s = 0.0  # when that is
         self._free_s = 0.0  # the share of time for readers is spent until then
@@ -157,7 +158,7 @@ class ReaderFeeds:
 
     def forget(self, connection: Connection) -> None:
         """A connection has ended."""
-        self._readers.pop(connection, None)
+        self._waiting.discard(self._readers.pop(connection, None))
 
     def tick(self) -> None:
         """Called a few times a second: ends the journal when no reader comes back."""
@@ -166,7 +167,7 @@ class ReaderFeeds:
     # --- what readers say -------------------------------------------------------------------------------------------
 
     def _subscribe(self, connection: Connection, header: Header, body: Body) -> None:
-        if self._held.wait_for_view(connection, header, body):
+        if self._context.held.wait_for_view(connection, header, body):
             return
         reader, journal = self._readers[connection], self._journal
         wants = Subscribe.of(header, body, self._serving.ranges)
@@ -193,6 +194,8 @@ class ReaderFeeds:
         reader.reads.clear()
         now = self._loop.time()
         reader.fine_until_s, reader.next_s, reader.sent_s = now + wants.fine_ms / 1e3, now, 0.0
+        if wants.fine_ms:
+            self._waiting.add(reader)
         answer = Subscribed(wants.number, self._serving.epoch, ranges[going_on], ranges[~going_on])
         reader.flow.unshown.append(UnshownFrame(answer.frame(), NO_RANGES, NO_RANGES))
         self._show(reader)
@@ -210,7 +213,7 @@ class ReaderFeeds:
         self._wake(self._readers[connection].next_s)
 
     def _read(self, connection: Connection, header: Header, body: Body) -> None:
-        if self._held.wait_for_view(connection, header, body):
+        if self._context.held.wait_for_view(connection, header, body):
             return
         reader, request = self._readers[connection], ReadRange.of(header, body, self._serving.ranges)
         if len(reader.reads) >= MOST_READS:
@@ -225,10 +228,10 @@ class ReaderFeeds:
 
     def changed(self) -> None:
         """Something was applied or acknowledged: windows that waited for that may go, and those after each change."""
-        if not self._readers:
+        if not self._waiting:
             return
         now = self._loop.time()
-        for reader in list(self._readers.values()):
+        for reader in list(self._waiting):
             if reader.flow.unshown:
                 self._show(reader)
             if reader.fine_until_s > now and reader.may_get_more:
@@ -236,6 +239,8 @@ class ReaderFeeds:
             elif reader.quiet and reader.wants is not None:
                 reader.quiet, reader.next_s = False, max(now, reader.sent_s + reader.wants.every_ms / 1e3)
                 self._wake(reader.next_s)
+            if not (reader.flow.unshown or reader.fine_until_s > now or reader.quiet):
+                self._waiting.discard(reader)
 
     def _make_fine(self, reader: AttachedReader, now: float) -> None:
         """Makes the window of a change, or has one of several changes be made when there is time for readers again."""
@@ -325,6 +330,7 @@ class ReaderFeeds:
         same = reader.cursor == journal.end and not new and not dropped and reader.sent.all_of(reader.ranges)
         if same and now + TIMER_S - reader.sent_s < max(IDLE_S, every_s):
             reader.next_s, reader.quiet = reader.sent_s + max(IDLE_S, every_s), True
+            self._waiting.add(reader)
             return
         upto = journal.limit(reader.cursor, int(KEYS_AT_ONCE * reader.flow.repeats))
         blocks, written = journal.read(reader.cursor, upto, reader.sent.followed, reader.follows)
@@ -401,6 +407,8 @@ class ReaderFeeds:
         acked, unshown = self._replica.acked, reader.flow.unshown
         while unshown and not (len(unshown[0].ranges) and (acked[unshown[0].ranges] < unshown[0].seqs).any()):
             reader.connection.send_all(unshown.popleft().buffers)
+        if unshown:
+            self._waiting.add(reader)
 
     # --- rows of a range --------------------------------------------------------------------------------------------
 
