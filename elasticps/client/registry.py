@@ -23,6 +23,7 @@ from coordinator.core.keys import (
     RESTORING,
     ROSTER,
     SIGNED_OFF,
+    TABLES,
     config_of,
     record_key,
     roster_of,
@@ -302,6 +303,11 @@ class Registry:
             except ConfigError as error:
                 log.warning("%s", error)
         return found
+
+    def applications(self, timeout_s: float) -> set[str]:
+        """The applications that have tables. ClusterUnreachable where the certificate may see one of them only."""
+        entries = self.call(self._store.list(TABLES), timeout_s).entries
+        return {entry.key.removeprefix(TABLES).partition("/")[0] for entry in entries}
 
     def policies(self, app: str, name: str, number: int, timeout_s: float) -> TableSpec | None:
         """The spec of a table by its name and id, with the policies that are registered; None if it is no more."""

@@ -112,6 +112,11 @@ class RelayRegistry:
         with RemoteReader(address, timeout=timeout_s, credentials=self.credentials) as remote:
             found = remote.welcome
         where, theirs, spec = f"the relay at {address}", KeyShare.parse(str(found["share"])), self._spec
+        if found.get("app", spec.application) != spec.application:
+            raise ConfigError(
+                f"{where} has tables of application {found['app']!r}, and this reader is to have those of "
+                f"{spec.application!r}: give both the same (--app of `elasticps reader`, application= of eps.reader)"
+            )
         if found["dtype"] != spec.dtype:
             theirs_as, ours_as = (
                 f"as {dtype}" if dtype else "as the tables have them" for dtype in (found["dtype"], spec.dtype)
@@ -151,6 +156,10 @@ class RelayRegistry:
         """The tables that the relay has, by name."""
         specs = [(int(number), TableSpec.from_json(text)) for number, text in self._welcome["tables"]]
         return {spec.name: Registration(number, spec, 0, "", True, 0) for number, spec in specs}
+
+    def applications(self, timeout_s: float) -> set[str]:
+        """The applications that have tables there: the relay has one, and may have none of its tables yet."""
+        return {self._spec.application} if self._welcome["tables"] else set()
 
     def close(self) -> None:
         """Ends it."""
