@@ -74,7 +74,7 @@ class Registry:
     errors name the store; `credentials` are for the servers too."""
 
     several = False  # of which one is asked as long as it answers, as relays are
-    lists_all = False  # a server may not have yet what another one has
+    absent: Any = None  # servers say which tables were dropped
 
     def __init__(
         self, store: Store, runtime: Runtime, url: str, credentials: Credentials | None = None, *, follows: bool = False

@@ -15,6 +15,7 @@ from elasticps.client.runtime import Lock
 from elasticps.errors import Error, InputError, Timeout, UnknownTable
 from elasticps.model.spec import TableSpec
 from elasticps.readers.connections import ReaderConnections
+from elasticps.readers.core.absent_tables import NOTHING
 from elasticps.readers.core.clocks import RangeClocks
 from elasticps.readers.core.following import Feed, Wishes
 from elasticps.readers.holding import SEARCH_S, Holding, HoldState
@@ -361,10 +362,11 @@ class Reader:
             changes += [self._tables.add(number, spec) for number, spec in frame.tables if self._follows(spec)]
         except Error as error:
             raise FrameError(f"a WINDOW names a table that cannot be: {error}") from None
-        gone = list(frame.dropped)
-        if self._registry.lists_all and frame.number == 1:  # what was dropped while nobody was followed is not said
-            gone += self._tables.by_id.keys() - feed.tables.keys()
-        changes += [self._tables.drop(number) for number in gone]
+        settled, absent = NOTHING, self._registry.absent
+        if absent is not None:  # a relay does not say what was dropped while nobody was followed
+            first, here, named = frame.number == 1, self._tables.by_id.keys(), feed.tables.keys()
+            settled = absent.window(first=first, time_us=frame.time_us, here=here, named=named)
+        changes += [self._tables.drop(number) for number in (*frame.dropped, *settled.gone)]
         counts, collect = self._following.counts(feed), bool(self._listeners)
         for block in frame.blocks:
             table = self._tables.by_id.get(block.table)
@@ -375,6 +377,9 @@ class Reader:
                 if collect:
                     changes.append(change._replace(rows=table.decode(change.rows), keys=change.keys.copy()))
         self._links.ask(feed, self._following.applied(feed, frame))
+        if settled.compare:
+            self._following.compare(feed)
+            self._links.subscribe(feed)
         if frame.complete:
             self._clocks.note(frame.progress.runs, counts)
             self._clocks.note_records(frame.records)

@@ -14,6 +14,7 @@ from elasticps.client.runtime import Runtime
 from elasticps.errors import Closed, ClusterUnreachable, ConfigError, Error
 from elasticps.model.key_share import KeyShare
 from elasticps.model.spec import TableSpec
+from elasticps.readers.core.absent_tables import AbsentTables
 from elasticps.readers.core.relay_choice import RelayState, choose, is_stale
 from elasticps.readers.peers import parse_relay
 from elasticps.readers.remote import RemoteReader
@@ -32,7 +33,6 @@ class RelayRegistry:
     with them."""
 
     authenticated = False  # a relay speaks of no views but its own
-    lists_all = True  # the first window names all tables that there are
 
     def __init__(self, url: str, spec: ReaderSpec, runtime: Runtime, timeout_s: float) -> None:
         """Raises ConfigError, ClusterUnreachable."""
@@ -46,6 +46,7 @@ class RelayRegistry:
         self._epoch = 0
         self._closed = False
         self._welcome: dict[str, Any] = {}  # what it said of itself
+        self.absent = AbsentTables()  # that a relay does not name: the first window names all that it has
         self._find(timeout_s, first=True)
 
     @property

@@ -1,4 +1,4 @@
-"""Readers of applications and tables that there are not: what is said, and that tables which are made later come."""
+"""Readers of applications and tables that there are not: what they log, and that tables which are made later come."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ def test_the_process_says_how_many_tables_it_begins_with(local_cluster: Callable
         status = [sys.executable, "-m", "elasticps", "readers", "status", ready["grpc"]]
         assert "/typo: no tables yet" in subprocess.run(status, check=True, capture_output=True, text=True).stdout
         process.send_signal(signal.SIGTERM)
-        said = process.communicate(timeout=60)[1]
+        errors = process.communicate(timeout=60)[1]
         assert process.returncode == 0
-        assert "level=warning" in said
-        assert "application 'typo' has no tables yet" in said
-        assert "no application has any" in said
+        assert "level=warning" in errors
+        assert "application 'typo' has no tables yet" in errors
+        assert "no application has any" in errors
     finally:
         process.kill()
         process.communicate()
