@@ -37,8 +37,8 @@ def test_a_relay_that_is_behind_keeps_what_it_has_not_heard_of() -> None:
     absent = AbsentTables()
     assert absent.window(first=True, time_us=50 * NEWER_US, here=set(), named={1, 2}) == NOTHING
     assert absent.window(first=False, time_us=60 * NEWER_US, here={1, 2}, named={1, 2}) == NOTHING
-    for behind_us in (40, 60):  # this one has not heard of table 2
-        assert absent.window(first=True, time_us=behind_us * NEWER_US, here={1, 2}, named={1}) == NOTHING
+    for state_us in (40, 60):  # this one has not heard of table 2
+        assert absent.window(first=True, time_us=state_us * NEWER_US, here={1, 2}, named={1}) == NOTHING
     assert absent.window(first=False, time_us=61 * NEWER_US, here={1, 2}, named={1, 2}) == Settled([], True)
     assert absent.window(first=False, time_us=62 * NEWER_US, here={1, 2}, named={1, 2}) == NOTHING
     assert absent.window(first=True, time_us=63 * NEWER_US, here={1, 2}, named={2}) == Settled([1], False)
