@@ -80,7 +80,7 @@ if TYPE_CHECKING:
     from elasticps.model.key_share import share_of
     from elasticps.publishing import publish, read_increments
     from elasticps.readers import AsOf, Reader, RemoteReader, remote_reader
-    from elasticps.readers.reader import reader  # and not the module of that name
+    from elasticps.readers.opening import reader  # and not the module of that name
 
 __version__ = "0.1.0"
 

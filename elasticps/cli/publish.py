@@ -47,14 +47,21 @@ def publish(
     report: Annotated[float, typer.Option(min=0.1, help="Seconds from one line about its lag to the next.")] = 10.0,
     once: Annotated[bool, typer.Option(help="End when all rows are there, and do not follow.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print lines of JSON.")] = False,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for the cluster at the start.")] = 30.0,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            min=0.1,
+            help="Seconds to wait for the cluster at the start; with --once also for a target that takes no rows.",
+        ),
+    ] = 30.0,
     log_level: LogLevel = "info",
     log_format: LogFormat = "logfmt",
 ) -> None:
     """Write the rows of a model into Redis or a folder, and every change of them while it is trained.
 
     Rows that are deleted, evicted or dropped go there, too. What an earlier run has left, and is no more, goes with the
-    first listing. When the target is away it is tried again, and gets all rows when it is back.
+    first listing. When the target is away it is tried again, and gets all rows when it is back; with --once it is
+    tried for --timeout seconds, then the exit code is 3.
     """
     from elasticps.model.key_share import KeyShare
     from elasticps.publishing import publish  # imports take half a second, which other commands do without
@@ -67,7 +74,7 @@ def publish(
             share=KeyShare.parse(share), name=name, timeout=timeout,
         )  # fmt: skip
         with running:
-            running.wait(float("inf"))
+            running.wait(float("inf"), timeout if once else float("inf"))
             while True:
                 stats = running.stats()
                 if as_json:

@@ -96,6 +96,8 @@ def reader(
                 "metrics": ready.metrics_port,
                 "pulls": ready.pulls,
                 "share": str(chosen),
+                "application": app,
+                "tables": len(following.tables),
             }
         )
 
@@ -148,7 +150,7 @@ def status(at: At, url: ClusterOption = None, timeout: Timeout = 10.0, as_json: 
     if as_json:
         print_json(fields)
         return
-    out.print(f"{found.name} of {found.cluster}/{found.application}: {', '.join(found.tables)}")
+    out.print(f"{found.name} of {found.cluster}/{found.application}: {', '.join(found.tables) or 'no tables yet'}")
     of = f" of share {found.share}" if found.share not in ("", "1/1") else ""
     out.print(f"{found.rows:,} rows{of}, {size(found.bytes)}; {found.pulls:,} pulls of {found.pulled:,} rows")
     ages = f"windows p50 {found.age_p50_s:.4f} s, p99 {found.age_p99_s:.4f} s"

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.errors import ConfigError, InputError
+from elasticps.model.integer_keys import integer_keys
 from elasticps.model.policies import SCORES
 from elasticps.model.spec import TableSpec
 from elasticps.wire.frames import MAX_BLOCKS
@@ -29,13 +30,6 @@ class Target(Protocol):
 TargetT = TypeVar("TargetT", bound=Target)
 _INT64 = np.dtype(np.int64)
 _FLOAT32 = np.dtype(np.float32)
-_NUMBER = "a key is an integer: number what it stands for, or hash it to int64"
-_KEY_HINTS = {
-    "f": "keys are integers; NaN and fractions have no row",
-    "u": "convert with .astype(np.int64); keys may be negative",
-    "b": "take the positions that a mask selects with np.flatnonzero(mask)",
-}
-"""What to do about keys that are no int64, by the kind of their dtype."""
 
 
 def refuse_pickling(what: str) -> NoReturn:
@@ -50,21 +44,7 @@ def checked_keys(name: str, keys: object) -> NDArray[np.int64]:
     """Keys as a contiguous int64 [n]; InputError for anything that is not a one-dimensional array of integers."""
     if type(keys) is np.ndarray and keys.dtype is _INT64 and keys.ndim == 1 and keys.flags.c_contiguous:
         return keys
-    try:
-        array = np.asarray(keys)
-    except (TypeError, ValueError) as error:  # lists of different lengths, torch's bfloat16
-        raise InputError(
-            f"table {name!r}: keys must be int64 [n], and this {type(keys).__name__} is no array: {error}; lists of "
-            "different lengths are to be joined first, as np.concatenate does"
-        ) from None
-    if array.ndim == 1 and not array.size and not isinstance(keys, np.ndarray):
-        return np.empty(0, np.int64)
-    if array.dtype.kind not in "iu" or array.dtype == np.uint64:
-        got = array.dtype if array.dtype.kind != "O" else type(keys).__name__ if array.ndim == 0 else "objects"
-        raise InputError(f"table {name!r}: keys must be int64, got {got}: {_KEY_HINTS.get(array.dtype.kind, _NUMBER)}")
-    if array.ndim != 1:
-        raise InputError(f"table {name!r}: keys must have one dimension, got shape {array.shape}; flatten them first")
-    return np.ascontiguousarray(array, np.int64)
+    return integer_keys(keys, f"table {name!r}: ")
 
 
 def checked_gradients(

@@ -23,6 +23,7 @@ from coordinator.core.keys import (
     RESTORING,
     ROSTER,
     SIGNED_OFF,
+    TABLES,
     config_of,
     record_key,
     roster_of,
@@ -73,7 +74,7 @@ class Registry:
     errors name the store; `credentials` are for the servers too."""
 
     several = False  # of which one is asked as long as it answers, as relays are
-    lists_all = False  # a server may not have yet what another one has
+    absent: Any = None  # servers say which tables were dropped
 
     def __init__(
         self, store: Store, runtime: Runtime, url: str, credentials: Credentials | None = None, *, follows: bool = False
@@ -302,6 +303,11 @@ class Registry:
             except ConfigError as error:
                 log.warning("%s", error)
         return found
+
+    def applications(self, timeout_s: float) -> set[str]:
+        """The applications that have tables. ClusterUnreachable where the certificate may see one of them only."""
+        entries = self.call(self._store.list(TABLES), timeout_s).entries
+        return {entry.key.removeprefix(TABLES).partition("/")[0] for entry in entries}
 
     def policies(self, app: str, name: str, number: int, timeout_s: float) -> TableSpec | None:
         """The spec of a table by its name and id, with the policies that are registered; None if it is no more."""

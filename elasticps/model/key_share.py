@@ -7,7 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.errors import ConfigError, InputError
+from elasticps.errors import ConfigError
+from elasticps.model.integer_keys import integer_keys
 
 MOST_SHARES = 1024
 SHARE_SALT = 0x9E3779B97F4A7C15
@@ -26,29 +27,26 @@ class KeyShare(NamedTuple):
         """Of a pair (2, 8), or of None for everything. ConfigError for what is no share."""
         if given is None:
             return ALL_KEYS
-        whole = isinstance(given, tuple | list) and len(given) == 2 and all(type(one) is int for one in given)
-        if whole and isinstance(given, tuple | list) and 1 <= given[0] <= given[1] <= MOST_SHARES:
-            return cls(*given)
-        raise ConfigError(
-            f"a share is a pair such as (2, 8), the second of eight: from (1, 1) to ({MOST_SHARES}, {MOST_SHARES}), "
-            f"got {given!r}"
-        )
+        pair = tuple(given) if isinstance(given, tuple | list) else ()
+        return cls._of(pair if all(type(one) is int for one in pair) else (), given)
 
     @classmethod
     def parse(cls, text: str) -> KeyShare:
         """Of "2/8", or of "" for everything. ConfigError for what is no share."""
-        number, slash, of = text.partition("/")
         if not text:
             return ALL_KEYS
-        if not (slash and number.isascii() and number.isdecimal() and of.isascii() and of.isdecimal()):
-            raise ConfigError(f"a share is written as 2/8, the second of eight, got {text!r}")
-        share = int(number[:6]), int(of[:6])
-        if not 1 <= share[0] <= share[1] <= MOST_SHARES:
+        parts = text.split("/")
+        return cls._of(tuple(int(part[:6]) for part in parts if part.isascii() and part.isdecimal()), text)
+
+    @classmethod
+    def _of(cls, pair: tuple[int, ...], given: object) -> KeyShare:
+        """Of two numbers. ConfigError, with what was given, for all that are no share."""
+        if len(pair) != 2 or not 1 <= pair[0] <= pair[1] <= MOST_SHARES:
             raise ConfigError(
-                f"a share is written as 2/8, the second of eight; shares are counted from 1, up to {MOST_SHARES} of "
-                f"them, so there is no {share[0]}/{share[1]}"
+                "a share is written as 2/8, or (2, 8), the second of eight; shares are counted from 1, up to "
+                f"{MOST_SHARES} of them, so there is no {given}"
             )
-        return cls(*share)
+        return cls(*pair)
 
     @property
     def whole(self) -> bool:
@@ -78,12 +76,8 @@ ALL_KEYS = KeyShare()
 def share_of(keys: NDArray[np.int64], of: int) -> NDArray[np.int64]:
     """Which of `of` shares has each of some keys, from 1: int64 [n] -> int64 [n]. So that clients of a fleet of readers
     know whom to ask. ConfigError unless 1 <= of <= 1024, InputError for keys that are no integers."""
-    if type(of) is not int or not 1 <= of <= MOST_SHARES:
-        raise ConfigError(f"there are 1 to {MOST_SHARES} shares, got {of!r}")
-    given = np.asarray(keys)
-    if given.size and (given.dtype.kind not in "iu" or given.dtype == np.uint64):
-        raise InputError(f"keys must be int64, got {given.dtype}: keys are integers, and may be negative")
-    z = np.ascontiguousarray(given, np.int64).view(np.uint64) ^ np.uint64(SHARE_SALT)
+    KeyShare.checked((1, of))
+    z = integer_keys(keys).view(np.uint64) ^ np.uint64(SHARE_SALT)
     z = (z ^ (z >> _S30)) * _M1
     z = (z ^ (z >> _S27)) * _M2
     z = z ^ (z >> _S31)

@@ -14,6 +14,7 @@ from elasticps.errors import Closed, ConfigError, Timeout
 from elasticps.model.key_share import KeyShare
 from elasticps.publishing.core.batches import PendingChanges, PublishBatch
 from elasticps.publishing.core.layout import DTYPES
+from elasticps.publishing.core.refusals import Refusals
 from elasticps.publishing.opening import target_of
 from elasticps.publishing.targets import DEFAULT_PREFIX, PublishedSource, PublishError, PublishTarget, shown
 
@@ -70,6 +71,7 @@ class Publisher:
         self._pending = PendingChanges()
         self._closing = False
         self._error: BaseException | None = None  # what has ended it
+        self._refusals = Refusals(time.monotonic())  # of the target
         self._shown_s = 0.0  # the time whose state the target shows; 0: none yet
         self._counts = dict.fromkeys(("batches", "rows", "deletions", "listings", "retries"), 0)
         self._thread = threading.Thread(target=self._run, name="elasticps-publish", daemon=True)
@@ -81,16 +83,24 @@ class Publisher:
             lag_s = max(0.0, time.time() - self._shown_s) if self._shown_s else float("inf")
             return PublisherStats(lag_s, self._pending.nbytes, **self._counts)
 
-    def wait(self, timeout: float = 60.0) -> None:
-        """Waits until the target has all rows. Raises `Timeout`, or what has ended the publisher."""
+    def wait(self, timeout: float = 60.0, refused: float = float("inf")) -> None:
+        """Waits until the target has all rows: at most `timeout` seconds, and at most `refused` seconds while the
+        target takes none. Raises `Timeout`, or what has ended the publisher."""
         deadline_s = time.monotonic() + timeout
         with self._changed:
             while not self._counts["listings"]:
                 self._check()
-                left_s = deadline_s - time.monotonic()
-                if left_s <= 0:
-                    raise Timeout(f"{self.where} has not all rows after {timeout:.1f} s; the log says why")
-                self._changed.wait(min(left_s, 1.0))
+                now_s, reason = time.monotonic(), self._refusals.reason
+                left_s, without_s = deadline_s - now_s, self._refusals.seconds(now_s)
+                if left_s <= 0 or without_s >= refused:
+                    after_s = timeout if left_s <= 0 else without_s
+                    why = (
+                        f": {reason.rstrip('.')}; see that it runs, can be reached and has room, or name another"
+                        if reason
+                        else ""
+                    )
+                    raise Timeout(f"{self.where} has not got all rows after {after_s:.1f} s{why}")
+                self._changed.wait(min(left_s, 1.0, max(refused - without_s, 0.01)))
 
     def check(self) -> None:
         """Raises what has ended the publisher, if anything has."""
@@ -133,18 +143,20 @@ class Publisher:
                     self._counts["retries"] += 1
                     if self._counts["listings"] > listings:  # it worked for a while
                         retry_s = FIRST_RETRY_S
-                    log.warning(
-                        "the target takes no rows, and is tried again",
-                        where=self.where,
-                        reason=str(error),
-                        seconds=retry_s,
-                    )
+                    self._refuse(str(error))
                     self._pause(retry_s)
                     retry_s = min(2 * retry_s, MOST_RETRY_S)
         except BaseException as error:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
+
+    def _refuse(self, reason: str) -> None:
+        """Notes that the target does not take rows, and says so."""
+        with self._changed:
+            if self._refusals.note(time.monotonic(), reason):
+                log.warning("the target takes no rows, and is tried again", where=self.where, reason=reason)
+            self._changed.notify_all()
 
     def _pause(self, seconds: float) -> None:
         deadline_s = time.monotonic() + seconds
@@ -195,6 +207,8 @@ class Publisher:
             counts["rows"] += sum(len(table.keys) for table in batch.tables.values())
             counts["deletions"] += sum(len(table.deleted) for table in batch.tables.values())
             counts["listings"] += batch.complete
+            if self._refusals.taken(time.monotonic(), complete=batch.complete):
+                log.info("the target has all rows again", where=self.where)
             if not batch.listing:
                 self._shown_s = batch.as_of.time_s
             self._changed.notify_all()

@@ -4,7 +4,8 @@
 """
 
 from elasticps.model.key_share import share_of
-from elasticps.readers.reader import Reader, reader
+from elasticps.readers.opening import reader
+from elasticps.readers.reader import Reader
 from elasticps.readers.remote import RemoteReader, remote_reader
 from elasticps.readers.values import AppliedWindow, AsOf, ReaderSpec, ReaderStats, TableChange
 

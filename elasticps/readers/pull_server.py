@@ -63,6 +63,7 @@ def welcome_of(reader: Reader, name: str, incarnation: int) -> dict[str, Any]:
         "oldest_us": reader.oldest_us,
         "every_ms": round(1e3 * reader.spec.every),
         "identity": reader.identity,
+        "app": reader.spec.application,
         "dtype": reader.spec.dtype,
         "share": str(reader.spec.share),
     }

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.client.registry import Registry
-from elasticps.client.runtime import Lock, Runtime
-from elasticps.errors import ConfigError, Error, InputError, Timeout, UnknownTable
-from elasticps.model.key_share import KeyShare
+from elasticps.client.runtime import Lock
+from elasticps.errors import Error, InputError, Timeout, UnknownTable
 from elasticps.model.spec import TableSpec
 from elasticps.readers.connections import ReaderConnections
+from elasticps.readers.core.absent_tables import NOTHING
 from elasticps.readers.core.clocks import RangeClocks
 from elasticps.readers.core.following import Feed, Wishes
 from elasticps.readers.holding import SEARCH_S, Holding, HoldState
 from elasticps.readers.listeners import Listeners
-from elasticps.readers.peers import reader_name
 from elasticps.readers.rows import GatheredTable, ReaderTable, ReaderTables
 from elasticps.readers.values import AsOf, Listener, ReaderSpec, ReaderStats, TableChange, check_names_keys
 from elasticps.store.journal import Journal
@@ -364,10 +362,11 @@ class Reader:
             changes += [self._tables.add(number, spec) for number, spec in frame.tables if self._follows(spec)]
         except Error as error:
             raise FrameError(f"a WINDOW names a table that cannot be: {error}") from None
-        gone = list(frame.dropped)
-        if self._registry.lists_all and frame.number == 1:  # what was dropped while nobody was followed is not said
-            gone += self._tables.by_id.keys() - feed.tables.keys()
-        changes += [self._tables.drop(number) for number in gone]
+        settled, absent = NOTHING, self._registry.absent
+        if absent is not None:  # a relay does not say what was dropped while nobody was followed
+            first, here, named = frame.number == 1, self._tables.by_id.keys(), feed.tables.keys()
+            settled = absent.window(first=first, time_us=frame.time_us, here=here, named=named)
+        changes += [self._tables.drop(number) for number in (*frame.dropped, *settled.gone)]
         counts, collect, blocks = self._following.counts(feed), bool(self._listeners), frame.blocks
         if counts is None and not collect:
             overwritten, blocks = self._tables.overwrite(blocks, self._journal)
@@ -381,6 +380,9 @@ class Reader:
                 if collect:
                     changes.append(change._replace(rows=table.decode(change.rows), keys=change.keys.copy()))
         self._links.ask(feed, self._following.applied(feed, frame))
+        if settled.compare:
+            self._following.compare(feed)
+            self._links.subscribe(feed)
         if frame.complete:
             self._clocks.note(frame.progress.runs, counts)
             self._clocks.note_records(frame.records)
@@ -431,70 +433,3 @@ class Reader:
 
     def _list(self) -> tuple[list[Callable[[], TableChange]], AsOf]:
         return self._tables.listing(), self._followed()
-
-
-def reader(
-    url: str | None = None,
-    tables: Sequence[str] | None = None,
-    *,
-    dtype: str | None = None,
-    every: float = 0.02,
-    application: str = "default",
-    share: tuple[int, int] | None = None,
-    name: str = "",
-    timeout: float = 30.0,
-    buffer_bytes: int = 256 << 20,
-) -> Reader:
-    """Connects a reader, and returns when it has read every range once.
-
-    `url` is as for `connect`, with a certificate of role `reader` or `worker` where there is TLS; or that of an
-    `elasticps reader --listen` that feeds others: reader://host:port, with TLS
-    reader://host:port/cluster?ca=FILE&cert=FILE&key=FILE. Several as reader://host:port,host:port: the next one is
-    followed when one is gone, silent or cut off from the servers.
-
-    `tables`: names, None for all of the application. `share`: (2, 8) for the second eighth of all keys, `share_of` says
-    which has a key; tensors are whole in each. `name`: by which servers log it; "": the certificate's, or host and
-    process. All else as in `ReaderSpec`.
-
-    Raises `ConfigError` for unusable arguments, `UnknownTable` for a table that there is not, `ClusterUnreachable` or
-    `Timeout`, saying what was tried.
-    """
-    url = url or os.environ.get("ELASTICPS_URL", "")
-    if not url:
-        raise ConfigError("no cluster given: pass a URL such as etcd://127.0.0.1:2379/demo or set ELASTICPS_URL")
-    if not 0 < timeout < 86_400:
-        raise ConfigError(f"timeout must be between 0 and 86400 seconds, got {timeout}")
-    if isinstance(tables, str):
-        raise ConfigError(f"tables= is a list of names, or None for all tables, got {tables!r}")
-    spec = ReaderSpec(
-        None if tables is None else tuple(tables), dtype, every, application, buffer_bytes, KeyShare.checked(share)
-    )
-    if url.startswith("reader://"):
-        from elasticps.readers.relay_registry import RelayRegistry  # which imports this module
-
-        relay: Any = RelayRegistry(url, spec, Runtime(), timeout)
-        return open_reader(relay, spec, reader_name(name, relay.credentials), timeout)
-    registry = Registry.open(url, timeout, Runtime())
-    return open_reader(registry, spec, reader_name(name, registry.credentials), timeout)
-
-
-def open_reader(registry: Registry, spec: ReaderSpec, name: str, timeout_s: float) -> Reader:
-    """A reader that has read every range once."""
-    made = None
-    try:
-        if spec.tables is not None:
-            known = registry.tables(spec.application, timeout_s)
-            if missing := [one for one in spec.tables if one not in known]:
-                raise UnknownTable(
-                    f"application {spec.application!r} has no table {missing[0]!r}: `elasticps tables` lists those "
-                    "that there are"
-                )
-        made = Reader(registry, spec, name, timeout_s)
-        made.wait(timeout_s)
-        return made
-    except BaseException:
-        if made is not None:
-            made.close()
-        else:
-            registry.close()
-        raise

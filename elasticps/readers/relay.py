@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.readers.reader import Reader
-from elasticps.server.core.journal_marks import JournalMarks
+from elasticps.server.core.journal_marks import KEYS_AT_ONCE, JournalMarks
 from elasticps.server.roles.range_parts import missing_part, part_of
 from elasticps.store.codec import Codec
 from elasticps.store.journal import Journal, followed_tables
@@ -25,7 +25,6 @@ from replication.step_records import StepRecord, record_of
 
 JOURNAL_WORDS = 1 << 21
 CREDIT_BYTES = 8 << 20
-KEYS_AT_ONCE = 1 << 14
 IDLE_S = 0.25
 _NONE = np.empty(0, np.int64)
 

@@ -14,6 +14,7 @@ from elasticps.client.runtime import Runtime
 from elasticps.errors import Closed, ClusterUnreachable, ConfigError, Error
 from elasticps.model.key_share import KeyShare
 from elasticps.model.spec import TableSpec
+from elasticps.readers.core.absent_tables import AbsentTables
 from elasticps.readers.core.relay_choice import RelayState, choose, is_stale
 from elasticps.readers.peers import parse_relay
 from elasticps.readers.remote import RemoteReader
@@ -32,7 +33,6 @@ class RelayRegistry:
     with them."""
 
     authenticated = False  # a relay speaks of no views but its own
-    lists_all = True  # the first window names all tables that there are
 
     def __init__(self, url: str, spec: ReaderSpec, runtime: Runtime, timeout_s: float) -> None:
         """Raises ConfigError, ClusterUnreachable."""
@@ -46,6 +46,7 @@ class RelayRegistry:
         self._epoch = 0
         self._closed = False
         self._welcome: dict[str, Any] = {}  # what it said of itself
+        self.absent = AbsentTables()  # that a relay does not name: the first window names all that it has
         self._find(timeout_s, first=True)
 
     @property
@@ -112,6 +113,11 @@ class RelayRegistry:
         with RemoteReader(address, timeout=timeout_s, credentials=self.credentials) as remote:
             found = remote.welcome
         where, theirs, spec = f"the relay at {address}", KeyShare.parse(str(found["share"])), self._spec
+        if found.get("app", spec.application) != spec.application:
+            raise ConfigError(
+                f"{where} has tables of application {found['app']!r}, and this reader is to have those of "
+                f"{spec.application!r}: give both the same (--app of `elasticps reader`, application= of eps.reader)"
+            )
         if found["dtype"] != spec.dtype:
             theirs_as, ours_as = (
                 f"as {dtype}" if dtype else "as the tables have them" for dtype in (found["dtype"], spec.dtype)
@@ -151,6 +157,10 @@ class RelayRegistry:
         """The tables that the relay has, by name."""
         specs = [(int(number), TableSpec.from_json(text)) for number, text in self._welcome["tables"]]
         return {spec.name: Registration(number, spec, 0, "", True, 0) for number, spec in specs}
+
+    def applications(self, timeout_s: float) -> set[str]:
+        """The applications that have tables there: the relay has one, and may have none of its tables yet."""
+        return {self._spec.application} if self._welcome["tables"] else set()
 
     def close(self) -> None:
         """Ends it."""

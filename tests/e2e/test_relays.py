@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import elasticps as eps
+from elasticps.readers import relay_registry
 from elasticps.readers.core import relay_choice
 from elasticps.readers.pull_server import PullServer
 from elasticps.wire.windows import ReadRange, Subscribe
@@ -160,3 +161,70 @@ def test_a_reader_begins_at_the_relay_that_answers(own: eps.LocalCluster) -> Non
                 eps.reader(f"reader://{gone},{unlike.address}", timeout=10)
             with pytest.raises(eps.ClusterUnreachable, match=gone):
                 eps.reader(f"reader://{gone},127.0.0.1:1", timeout=1)
+
+
+def test_a_relay_that_is_behind_takes_no_tables_away(own: eps.LocalCluster) -> None:
+    """It has not heard of two new tables. One is dropped before it has, and goes; so do rows of the other."""
+    rng = np.random.default_rng(8)
+    with eps.connect(own.url, worker="w0") as ps, ExitStack() as stack:
+        users = table_of(ps)
+        push(ps, users, rng)
+        first, source = (stack.enter_context(eps.reader(own.url, every=0.005)) for _ in range(2))
+        one, above = PullServer(first, "127.0.0.1", 0), PullServer(source, "127.0.0.1", 0)
+        stack.callback(one.close)
+        follower = stack.enter_context(eps.reader(f"reader://{above.address}", every=0.005))
+        other = stack.enter_context(PullServer(follower, "127.0.0.1", 0))
+        outer = stack.enter_context(eps.reader(f"reader://{one.address},{other.address}", every=0.005))
+        above.close()
+        late, brief = table_of(ps, "late"), table_of(ps, "brief")
+        push(ps, late, rng)
+        push(ps, brief, rng)
+        eventually(lambda: equals(outer, late) and equals(outer, brief))
+        shown = outer.pull({"late": KEYS, "brief": KEYS})
+        before, windows = outer.as_of.epoch, outer.stats().windows
+        one.close()
+        late.delete(np.concatenate([*late.keys()])[:20])
+        ps.drop_table("brief")
+        eventually(lambda: equals(source, late) and "brief" not in source.tables)
+
+        def follows() -> bool:
+            now = outer.pull({"late": KEYS, "brief": KEYS})
+            assert all((now[name] == rows).all() for name, rows in shown.items())
+            return outer.as_of.epoch > before and outer.stats().windows > windows + 5
+
+        eventually(follows)
+        assert set(follower.tables) == {"users"}
+        with PullServer(source, "127.0.0.1", int(above.address.rpartition(":")[2])):
+            eventually(lambda: equals(follower, late), 60.0)
+            eventually(lambda: equals(outer, late), 60.0)
+            eventually(lambda: set(outer.tables) == {"users", "late"}, 60.0)
+            push(ps, late, rng)
+            eventually(lambda: equals(outer, late))
+            eventually(lambda: outer.stats().rows == source.stats().rows)
+
+
+def test_rows_go_that_went_before_their_relay_heard_of_the_table(
+    own: eps.LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets a window now and then, so the table and the deletion come in one; the reader has the rows from another
+    relay."""
+    monkeypatch.setattr(relay_registry, "TRY_S", 0.1)  # so that it is followed before that window comes
+    rng = np.random.default_rng(9)
+    with eps.connect(own.url, worker="w0") as ps, ExitStack() as stack:
+        users = table_of(ps)
+        push(ps, users, rng)
+        first, slow = (stack.enter_context(eps.reader(own.url, every=every)) for every in (0.005, 3.0))
+        one, other = (stack.enter_context(PullServer(source, "127.0.0.1", 0)) for source in (first, slow))
+        outer = stack.enter_context(eps.reader(f"reader://{one.address},{other.address}", every=0.005))
+        before, windows = outer.as_of.epoch, slow.stats().windows
+        eventually(lambda: slow.stats().windows >= windows + 2)  # of both servers: the next ones come in three seconds
+        late = table_of(ps, "late")
+        push(ps, late, rng)
+        eventually(lambda: equals(outer, late))
+        one.close()
+        late.delete(np.concatenate([*late.keys()])[:20])
+        eventually(lambda: outer.as_of.epoch > before)
+        eventually(lambda: equals(slow, late), 60.0)
+        eventually(lambda: equals(outer, late), 60.0)
+        push(ps, late, rng)
+        eventually(lambda: equals(outer, late), 60.0)

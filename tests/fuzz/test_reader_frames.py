@@ -159,7 +159,7 @@ class FakeRegistry:
     credentials = None
     authenticated = False
     several = False
-    lists_all = False
+    absent = None
 
     def __init__(self) -> None:
         self.runtime = Runtime()

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from elasticps.errors import ConfigError, InputError, UnknownTable
+from elasticps.errors import ConfigError, InputError, Timeout, UnknownTable
 from elasticps.publishing import Publisher, folder_target, read_increments
 from elasticps.publishing.core.batches import PendingChanges
 from elasticps.publishing.core.increments import manifest_name, numbers, parse_manifest
@@ -194,6 +194,20 @@ def test_a_disk_that_refuses_is_tried_again(tmp_path: Path, monkeypatch: pytest.
         publisher.wait()
         assert publisher.stats().retries == 2
     assert content(read_increments(tmp_path)) == reader.expected()
+
+
+def test_whoever_waits_hears_why_a_disk_takes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = FakeReader()
+    reader.push("users", {1: 1})
+
+    def refuse(path: Path, data: bytes) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(folder_target, "replace_file", refuse)
+    with Publisher(reader, FolderTarget(str(tmp_path), SOURCE, "float32", 0.01), "folder") as publisher:
+        for limits in ({"refused": 0.2}, {"timeout": 0.2}):
+            with pytest.raises(Timeout, match=r"folder has not got all rows after .*: No space left on device; see"):
+                publisher.wait(**limits)
 
 
 def test_two_publishers_do_not_share_a_folder(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -142,3 +143,19 @@ def test_publish_once_ends_when_all_rows_are_there(local_cluster: Callable[..., 
             done = subprocess.run([*command, *options], capture_output=True, text=True)
             assert done.returncode == 2
             assert "error: " in done.stderr
+
+
+def test_publish_once_ends_when_its_target_stays_away(local_cluster: Callable[..., Any]) -> None:
+    pytest.importorskip("redis")
+    cluster = local_cluster(servers=1, replicas=1)
+    with socket.socket() as nobody:  # bound, and not listening: connections are refused
+        nobody.bind(("127.0.0.1", 0))
+        to = f"redis://127.0.0.1:{nobody.getsockname()[1]}/0"
+        command = [sys.executable, "-m", "elasticps", "publish", "--url", cluster.url, "--to", to, "--once"]
+        done = subprocess.run([*command, "--timeout", "3"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 3
+    assert f"error: {to} has not got all rows after 3." in done.stderr
+    assert "Connection refused" in done.stderr
+    assert "see that it runs" in done.stderr
+    assert done.stderr.count("is tried again") == 1
+    assert done.stdout == ""

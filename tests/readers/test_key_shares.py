@@ -58,7 +58,7 @@ def test_shares_have_about_as_many_keys_each() -> None:
 
 @pytest.mark.parametrize("given", ["0/3", "4/3", "2", "2/", "/3", "a/b", "-1/3", "1/1025", "1/2/3", "²/3"])
 def test_what_is_no_share_is_refused(given: str) -> None:
-    with pytest.raises(eps.ConfigError, match="a share is"):
+    with pytest.raises(eps.ConfigError, match=rf"a share is written as 2/8.* there is no {given}"):
         KeyShare.parse(given)
 
 
@@ -67,7 +67,7 @@ def test_shares_are_read_as_they_are_written() -> None:
     assert KeyShare.parse("") is ALL_KEYS
     assert str(KeyShare(2, 8)) == "2/8"
     for wrong in ((0, 3), (4, 3), (1.0, 3), (True, 3), (1,), "2/8", 7):
-        with pytest.raises(eps.ConfigError, match="a share is a pair"):
+        with pytest.raises(eps.ConfigError, match=r"a share is written as 2/8.* there is no "):
             KeyShare.checked(wrong)
 
 
@@ -77,7 +77,7 @@ def test_keys_that_are_no_integers_are_in_no_share() -> None:
             eps.share_of(wrong, 8)  # type: ignore[arg-type]
     assert eps.share_of(np.array([], np.int64), 8).shape == eps.share_of([], 8).shape == (0,)  # type: ignore[arg-type]
     for count in (0, 1025, 1.0):
-        with pytest.raises(eps.ConfigError, match=f"1 to 1024 shares, got {count}"):
+        with pytest.raises(eps.ConfigError, match=rf"there is no \(1, {count}\)"):
             eps.share_of(KEYS, count)  # type: ignore[arg-type]
 
 

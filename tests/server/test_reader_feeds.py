@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from elasticps.model.spec import SGD, TableSpec
+from elasticps.server.roles import readers
 from elasticps.wire.frames import HEADER_BYTES, Kind, json_frame, unpack_header
-from elasticps.wire.windows import Subscribe, Subscribed, WindowFrame
+from elasticps.wire.windows import MOST_STRETCH, Subscribe, Subscribed, WindowFrame
 from tests.fuzz.core import APPS, CLUSTER, HONEST, OWN, TABLE, Core, Wire, watched
 from tests.fuzz.corpus import RANGES
 
@@ -20,7 +24,7 @@ MINE = np.arange(OWN)
 class FakeReader:
     """A reader that notes what it is sent. positions: int64 [OWN], of its ranges."""
 
-    def __init__(self, core: Core, positions: NDArray[np.int64]) -> None:
+    def __init__(self, core: Core, positions: NDArray[np.int64], every_ms: int = 1) -> None:
         self.positions = positions.copy()
         self.gone = np.empty(0, np.int64)
         self.keys = np.empty(0, np.int64)
@@ -31,7 +35,7 @@ class FakeReader:
         view = core.server.serving.view
         assert view is not None
         self.wire.feed(json_frame(Kind.HELLO, {"cluster": CLUSTER, "reader": "r0", "app": APPS[HONEST]}), 1 << 20)
-        wants = Subscribe(1, view.epoch, MINE, positions, view.recovery_epoch[:OWN], None, "", 1)
+        wants = Subscribe(1, view.epoch, MINE, positions, view.recovery_epoch[:OWN], None, "", every_ms)
         self.wire.feed(b"".join(bytes(memoryview(one).cast("B")) for one in wants.frame()), 1 << 20)
         self.listen()
 
@@ -102,3 +106,56 @@ def test_a_table_that_came_and_went_between_two_windows_is_said_to_be_dropped() 
         assert reader.dropped == [number]
         reader.listen()
         assert reader.dropped == [number]
+
+
+def windows_of(core: Core, monkeypatch: pytest.MonkeyPatch, cost_s: float, every_s: float, count: int) -> list[float]:
+    """When windows of one of `count` readers are made while pushes come every 5 ms and each window takes `cost_s`."""
+    spent, made, makes = [0.0], list[float](), readers.ReaderFeeds._make
+
+    def make(self: readers.ReaderFeeds, reader: Any, now: float) -> None:
+        number = reader.flow.number
+        makes(self, reader, now)
+        if reader.flow.number > number:
+            spent[0] += cost_s
+            if reader is next(iter(self._readers.values())):
+                made.append(now)
+
+    attached = [FakeReader(core, np.full(OWN, -1), round(1e3 * every_s)) for _ in range(count)]
+    with monkeypatch.context() as patch:
+        patch.setattr(readers.ReaderFeeds, "_make", make)
+        patch.setattr(readers, "time", SimpleNamespace(thread_time=lambda: spent[0]))
+        for _ in range(400):
+            core.honest.work()
+            core.pass_time(0.005)
+            for reader in attached:
+                reader.wire.written.clear()
+    for reader in attached:
+        reader.wire.abort()
+    core.settle()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("cost_s", "count", "gap_s"),
+    [
+        (0.0, 1, 0.1),
+        (0.0005, 1, 0.1),
+        (0.0015, 1, 0.15),
+        (0.001, 2, 0.2),
+        (0.0025, 1, 0.25),
+        (0.02, 1, 0.3),
+        (0.02, 2, 0.3),
+    ],
+)
+def test_a_busy_server_s_windows_come_later_and_never_later_than_three_times_every(
+    monkeypatch: pytest.MonkeyPatch, cost_s: float, count: int, gap_s: float
+) -> None:
+    """All windows together take a hundredth of its time, unless they would come later than that for it."""
+    every_s, step_s = 0.1, 0.005
+    for core in alone():
+        made = windows_of(core, monkeypatch, cost_s, every_s, count)
+        gaps = np.diff(made)[1:]
+        assert len(gaps) > 4
+        assert gap_s <= MOST_STRETCH * every_s
+        assert gaps.min() > gap_s - 1.5 * readers.TIMER_S
+        assert gaps.max() < gap_s + step_s + readers.TIMER_S

@@ -178,6 +178,12 @@ class Following:
         have, origins = self.have[ranges], self._origins[ranges]
         return Subscribe(feed.subscribed, self.epoch, ranges, have, origins, tables, dtype, every_ms, fine, share)
 
+    def compare(self, feed: Feed) -> None:
+        """Forgets how far a server's ranges are here: what it has is compared with them behind the next SUBSCRIBE."""
+        ours = feed.ranges[self._owner[feed.ranges] == feed.slot]
+        self.have[ours] = -1
+        self.exact[ours] = False
+
     def answered(self, feed: Feed, answer: Subscribed) -> bool:
         """A server has answered a SUBSCRIBE, or says that the reader was too slow. False: some of the ranges are not
         answered for there, and the view is an old one here or there."""

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from replication.chain import Ranges
 from replication.messages import Seqs
 
+KEYS_AT_ONCE = 1 << 14  # of the journal, in one frame of a window; about a millisecond or two
 MOST_MARKS = 256
 _NEVER = np.iinfo(np.int64).max
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from coordinator.core import fields
 from elasticps.model.filters import BFloat16, Float16, Int8
+from elasticps.server.core.journal_marks import KEYS_AT_ONCE
 from elasticps.server.core.requests import Body, RequestError
 from elasticps.server.network.connection import Connection, Handler
 from elasticps.server.roles.change_journal import ChangeJournal
@@ -35,8 +36,7 @@ from replication.messages import Seqs
 log = fields.logger(__name__)
 
 JOURNAL_WORDS = 1 << 21  # 16 MB of keys: about as many pushes as a failover takes
-KEYS_AT_ONCE = 1 << 14  # of one frame of a window; about a millisecond or two,
-MOST_REPEATS = 4  # times so many of the journal if most keys are there again and again
+MOST_REPEATS = 4  # times KEYS_AT_ONCE of the journal in a frame if most keys are there again and again
 CREDIT_BYTES = 8 << 20  # of windows that a reader has not acknowledged
 MOST_READS = 8  # READ_RANGEs of a reader that wait
 SHARE = 4  # one part in so many of this server's time goes to readers, at most,
