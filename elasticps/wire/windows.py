@@ -1,4 +1,4 @@
-"""Frames between a reader and servers whose tails it follows: what it wants, windows of changes, rows of a range."""
+"""Frames between a reader and servers whose tails it follows: what it wants, and windows of changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from elasticps.errors import ConfigError
 from elasticps.kernels.windows import BLOCK, FIRST_BLOCK, RECORDS, locate
 from elasticps.model.key_share import ALL_KEYS, KeyShare
 from elasticps.wire.frames import (
-    DIGESTS,
     HEADER,
     LAST,
     MAGIC,
@@ -37,10 +36,8 @@ Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
 
 MAX_TABLES = 4096  # that a reader names
-MAX_READ_ROWS = 1 << 16  # of one part of a range
 MOST_STRETCH = 3  # times `every` is what passes at most from window to window of a busy server
 MAX_RUNS = 1 << 20
-MAX_CELLS = 1 << 14  # of one part of a range
 DTYPES = ("", "float32", "float16", "bfloat16", "int8")
 """How rows travel, by number; "": as the table has them."""
 FINE = 2
@@ -56,11 +53,12 @@ def _body(parts: Sequence[Buffer]) -> int:
     return sum(len(memoryview(part).cast("B")) for part in parts)
 
 
-def _frame(header: Header, parts: list[Buffer]) -> list[Buffer]:
+def framed(header: Header, parts: list[Buffer]) -> list[Buffer]:
+    """A frame of these parts: the header says how long they are together."""
     return [header._replace(body=_body(parts)).pack(), *parts]
 
 
-class _Body:
+class BodyReader:
     """Reads a body from its begin on, never beyond its end."""
 
     def __init__(self, body: Bytes) -> None:
@@ -121,7 +119,7 @@ class Subscribe(NamedTuple):
             items=len(self.ranges), bound=len(names), wait_ms=self.every_ms,
         )  # fmt: skip
         numbers = np.concatenate([self.ranges, self.positions, self.origins]).astype(np.int64)
-        return _frame(header, [numbers.tobytes(), padded(names)])
+        return framed(header, [numbers.tobytes(), padded(names)])
 
     @classmethod
     def of(cls, header: Header, body: Bytes, ranges: int) -> Subscribe:
@@ -129,7 +127,7 @@ class Subscribe(NamedTuple):
         n = header.items
         if n > ranges or header.table >= len(DTYPES) or not 1 <= header.wait_ms <= 60_000 or header.clock > 60_000:
             raise FrameError(f"a SUBSCRIBE of {n} ranges, type {header.table}, every {header.wait_ms} ms")
-        reader = _Body(body)
+        reader = BodyReader(body)
         found = reader.take(3 * n, np.int64).reshape(3, n).copy()
         document = json_body(reader.take(header.bound).tobytes() if header.bound else b"{}")
         reader.end()
@@ -172,14 +170,14 @@ class Subscribed(NamedTuple):
         header = Header(
             Kind.SUBSCRIBED, request=self.number, epoch=self.epoch, items=len(self.continued), table=len(self.unknown)
         )
-        return _frame(header, [np.concatenate([self.continued, self.unknown]).astype(np.int64).tobytes()])
+        return framed(header, [np.concatenate([self.continued, self.unknown]).astype(np.int64).tobytes()])
 
     @classmethod
     def of(cls, header: Header, body: Bytes, ranges: int) -> Subscribed:
         """The inverse; FrameError."""
         if header.items + header.table > ranges:
             raise FrameError(f"a SUBSCRIBED of {header.items} and {header.table} ranges")
-        reader = _Body(body)
+        reader = BodyReader(body)
         continued, unknown = (reader.take(n, np.int64).copy() for n in (header.items, header.table))
         reader.end()
         for each in (continued, unknown):
@@ -204,7 +202,8 @@ class RowBlock(NamedTuple):
         return _BLOCK.size + self.keys.nbytes + self.rows.nbytes + self.gone.nbytes + self.cleared.nbytes + 8
 
 
-def _write_block(block: RowBlock) -> list[Buffer]:
+def write_block(block: RowBlock) -> list[Buffer]:
+    """A block as it is sent."""
     n, words = block.rows.shape
     counts = _BLOCK.pack(block.table, n, words, len(block.gone), len(block.cleared), 0)
     parts: list[Buffer] = [
@@ -217,7 +216,8 @@ def _write_block(block: RowBlock) -> list[Buffer]:
     return parts
 
 
-def _read_block(reader: _Body, ranges: int) -> RowBlock:
+def read_block(reader: BodyReader, ranges: int) -> RowBlock:
+    """The inverse, views of the body; FrameError."""
     table, n, words, gone, cleared, _ = _BLOCK.unpack(reader.take(_BLOCK.size).tobytes())
     if words > MAX_DIM or cleared > ranges or n * max(words, 1) * 4 > MAX_BODY_BYTES:
         raise FrameError(f"a block of {n} rows of {words} words, {cleared} ranges cleared")
@@ -317,7 +317,7 @@ class WindowFrame(NamedTuple):
     def frame(self) -> list[Buffer]:
         """As it is sent. Whoever feeds readers has a journal write the blocks: the same in compiled code."""
         state = WindowState.of(self.ranges, self.positions, self.progress, self.records) if self.complete else None
-        written = b"".join(memoryview(part).cast("B") for block in self.blocks for part in _write_block(block))
+        written = b"".join(memoryview(part).cast("B") for block in self.blocks for part in write_block(block))
         return window_frame(
             self.epoch, self.number, self.time_us, state, len(self.blocks), written, self.tables, self.dropped
         )
@@ -347,7 +347,7 @@ class WindowFrame(NamedTuple):
     @classmethod
     def parse(cls, header: Header, body: Bytes, ranges: int) -> WindowFrame:
         """The same, part by part."""
-        reader, complete = _Body(body), bool(header.flags & LAST)
+        reader, complete = BodyReader(body), bool(header.flags & LAST)
         tables, dropped = list[tuple[int, str]](), list[int]()
         if header.bound:
             document = json_body(reader.take(header.bound).tobytes(), MAX_BODY_BYTES)
@@ -367,7 +367,7 @@ class WindowFrame(NamedTuple):
             for first, last in ((named, named), (runs[:, 1], runs[:, 2])):
                 if len(first) and not (first.min() >= 0 and last.max() < ranges and (first <= last).all()):
                     raise FrameError("a WINDOW names a range that there is not")
-        blocks = [_read_block(reader, ranges) for _ in range(header.items)]
+        blocks = [read_block(reader, ranges) for _ in range(header.items)]
         reader.end()
         return cls(
             header.epoch, header.clock, time_us, complete, blocks, named, positions,
@@ -391,105 +391,6 @@ def _tables_in(document: dict[str, Any]) -> tuple[list[tuple[int, str]], list[in
             raise FrameError("a table in a WINDOW has an id and a spec")
         found.append((whole(one[0], 1 << 31), text(one[1], 1 << 16)))
     return found, [whole(one, 1 << 31) for one in dropped]
-
-
-class CellDigests(NamedTuple):
-    """What a reader has from a hash on, up to `high`: uint64 [n], of cells 2^shift wide, see `store.cells`."""
-
-    high: int
-    shift: int
-    digests: NDArray[np.uint64]
-
-
-def _check_cells(n: int, low: int, high: int, shift: int) -> None:
-    """Raises FrameError unless so many cells reach from `low` to `high`."""
-    if not (0 <= low < high <= 1 << 62 and 0 <= shift < 62 and n == ((high - low - 1) >> shift) + 1 <= MAX_CELLS):
-        raise FrameError(f"{n} cells of 2^{shift} hashes from {low} to {high}")
-
-
-class ReadRange(NamedTuple):
-    """READ_RANGE: rows of a range of a table from a hash on, about `rows` of them; with 0 none, to learn whether the
-    table is there. cells: of those that the reader has from `place` on: only those that differ are wanted."""
-
-    request: int
-    epoch: int
-    table: int
-    range: int
-    place: int
-    rows: int
-    cells: CellDigests | None = None
-
-    def frame(self) -> list[Buffer]:
-        """As it is sent."""
-        header = Header(
-            Kind.READ_RANGE, 0, 0, self.request, self.epoch, self.place, self.range, table=self.table, items=self.rows
-        )
-        if self.cells is None:
-            return [header.pack()]
-        parts: list[Buffer] = [_int64(self.cells.high, self.cells.shift), self.cells.digests.tobytes()]
-        return _frame(header._replace(flags=DIGESTS), parts)
-
-    @classmethod
-    def of(cls, header: Header, body: Bytes, ranges: int) -> ReadRange:
-        """The inverse; FrameError."""
-        if header.worker >= ranges or header.items > MAX_READ_ROWS or header.clock >= 1 << 62:
-            raise FrameError(f"a READ_RANGE of range {header.worker}, {header.items} rows, from {header.clock}")
-        reader, cells = _Body(body), None
-        if header.flags & DIGESTS:
-            high, shift = reader.take(2, np.int64).tolist()
-            found = reader.take((len(body) - 16) // 8, np.uint64).copy()
-            width = (1 << 62) // ranges
-            if not header.worker * width <= header.clock < high <= (header.worker + 1) * width:
-                raise FrameError(f"a READ_RANGE of range {header.worker} has cells from {header.clock} to {high}")
-            _check_cells(len(found), header.clock, high, shift)
-            cells = CellDigests(high, shift, found)
-        reader.end()
-        return cls(header.request, header.epoch, header.table, header.worker, header.clock, header.items, cells)
-
-
-class RangePart(NamedTuple):
-    """RANGE_ROWS: all rows of a range of a table whose hashes are in low..high-1. next_place: the one to read, 0
-    if there is none. missing: there is no such table here. differing: bool [n], of cells 2^shift wide: only rows of
-    these are here, in others the reader has what there is; None: all."""
-
-    request: int
-    epoch: int
-    range: int
-    low: int
-    high: int
-    next_place: int
-    block: RowBlock
-    missing: bool = False
-    shift: int = 0
-    differing: NDArray[np.bool_] | None = None
-
-    def frame(self) -> list[Buffer]:
-        """As it is sent."""
-        header = Header(
-            Kind.RANGE_ROWS, LAST if self.missing else 0, 0, self.request, self.epoch, self.next_place, self.range
-        )
-        cells: list[Buffer] = []
-        if self.differing is not None:
-            header = header._replace(flags=header.flags | DIGESTS, items=len(self.differing), table=self.shift)
-            cells.append(padded(np.packbits(self.differing).tobytes()))
-        return _frame(header, [_int64(self.low, self.high), *cells, *_write_block(self.block)])
-
-    @classmethod
-    def of(cls, header: Header, body: Bytes, ranges: int) -> RangePart:
-        """The inverse, views of the body; FrameError."""
-        reader, differing = _Body(body), None
-        low, high = reader.take(2, np.int64).tolist()
-        if header.flags & DIGESTS:
-            _check_cells(header.items, low, high, header.table)
-            differing = np.unpackbits(reader.take((header.items + 7) // 8), count=header.items).astype(np.bool_)
-        block = _read_block(reader, ranges)
-        reader.end()
-        if header.worker >= ranges or not 0 <= low <= high <= 1 << 62 or header.clock > 1 << 62:
-            raise FrameError(f"a RANGE_ROWS of range {header.worker}, hashes {low} to {high}")
-        missing, shift = bool(header.flags & LAST), header.table if differing is not None else 0
-        return cls(
-            header.request, header.epoch, header.worker, low, high, header.clock, block, missing, shift, differing
-        )
 
 
 def window_ack(number: int) -> bytes:

@@ -14,7 +14,8 @@ import pytest
 import elasticps as eps
 from elasticps.readers.core import relay_choice
 from elasticps.readers.pull_server import PullServer
-from elasticps.wire.windows import ReadRange, Subscribe
+from elasticps.wire.range_parts import ReadCursor, ReadRange
+from elasticps.wire.windows import Subscribe
 from tests.e2e.test_readers import DIM, KEYS, make_again, push, shows, table_of, training
 from tests.e2e.test_readers_stopped import ForgetfulNetwork
 from tests.e2e.test_readers_through_changes import equals
@@ -45,7 +46,7 @@ def test_a_reader_that_takes_nothing_does_not_hold_up_its_relay(own: eps.LocalCl
                 greedy.sendall(b"".join(Subscribe(1, 1, every, nothing, nothing * 0, None, "", 5).frame()))
                 number = first.table_rows["wide"].number
                 for i in range(400):
-                    greedy.sendall(b"".join(ReadRange(i + 1, 1, number, i % RANGES, 0, 8192).frame()))
+                    greedy.sendall(b"".join(ReadRange(i + 1, 1, i % RANGES, 8192, ReadCursor(number)).frame()))
                 push(ps, users, rng)
                 eventually(shows(first, users))
                 with eps.remote_reader(relay.address) as remote:
