@@ -52,11 +52,11 @@ def request() -> ReadRange:
 
 def answer() -> RangePart:
     """All rows of table 5, none of table 6, some of table 7, and some of the beginning of table 9."""
-    asked, (low, middle) = request(), (3 * WIDTH, 3 * WIDTH + WIDTH // 2)
+    question, (low, middle) = request(), (3 * WIDTH, 3 * WIDTH + WIDTH // 2)
     first = TableInterval(middle, low + WIDTH, block(5))
-    some = TableInterval(low, low + WIDTH, block(7, 4, 1), 49, np.arange(len(asked.cells[1].digests)) % 3 == 0)
+    some = TableInterval(low, low + WIDTH, block(7, 4, 1), 49, np.arange(len(question.cells[1].digests)) % 3 == 0)
     last = TableInterval(low, low + (5 << 51), block(9, 0), 51, np.zeros(5, np.bool_))
-    return RangePart(8, 6, 3, asked.start, ReadCursor(9, low + (5 << 51)), [first, some, last])
+    return RangePart(8, 6, 3, question.start, ReadCursor(9, low + (5 << 51)), [first, some, last])
 
 
 def same(a: Any, b: Any) -> bool:
@@ -69,8 +69,8 @@ def same(a: Any, b: Any) -> bool:
 
 
 def test_questions_and_answers_come_as_they_were_made() -> None:
-    for asked in (request(), request()._replace(cells=()), ReadRange(8, 5, 15, 100, ReadCursor(7))):
-        assert same(ReadRange.of(*there(asked.frame()), RANGES), asked)
+    for question in (request(), request()._replace(cells=()), ReadRange(8, 5, 15, 100, ReadCursor(7))):
+        assert same(ReadRange.of(*there(question.frame()), RANGES), question)
     assert len(there(ReadRange(8, 5, 15, 100, ReadCursor(7)).frame())[1]) == 0
     for part in (answer(), RangePart(8, 6, 0, ReadCursor(0), ALL_TABLES, [])):
         assert same(RangePart.of(*there(part.frame()), RANGES), part)
@@ -89,9 +89,9 @@ def test_an_interval_has_the_hashes_between_two_cursors(a: int, x: int, b: int, 
         assert list(range(low, high, unit)) == expected
 
 
-def refused(asked: ReadRange, why: str) -> None:
+def refused(question: ReadRange, why: str) -> None:
     with pytest.raises(FrameError, match=why):
-        ReadRange.of(*there(asked.frame()), RANGES)
+        ReadRange.of(*there(question.frame()), RANGES)
 
 
 def test_a_question_of_what_cannot_be_is_refused() -> None:

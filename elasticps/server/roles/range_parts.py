@@ -40,7 +40,7 @@ class ReadTable(NamedTuple):
     words: int
 
 
-class _Room:
+class _AnswerRoom:
     """What else an answer may have: rows, bytes, and of the rows that are compared a part of what is allowed."""
 
     def __init__(self, rows: int) -> None:
@@ -65,7 +65,7 @@ class _Room:
 
 def part_of(tables: Iterable[ReadTable], request: ReadRange, epoch: int, ranges: int) -> RangePart:
     """As many rows as asked for, and as fit. tables: all that the reader knows of here, ascending."""
-    r, start, end, room = request.range, request.start, request.end, _Room(request.rows)
+    r, start, end, room = request.range, request.start, request.end, _AnswerRoom(request.rows)
     described, found = {one.table: one for one in request.cells}, list[TableInterval]()
     for one in tables:
         if not one.table.count_range(r):
@@ -89,7 +89,7 @@ def part_of(tables: Iterable[ReadTable], request: ReadRange, epoch: int, ranges:
     return RangePart(request.request, epoch, r, start, end, found)
 
 
-def _all_rows(one: ReadTable, r: int, low: int, high: int, room: _Room) -> TableInterval:
+def _all_rows(one: ReadTable, r: int, low: int, high: int, room: _AnswerRoom) -> TableInterval:
     """All rows of an interval of hashes that begins with `low`, of at most as many as there is room for, about."""
     most = min(room.most_rows(one.words) * one.share.of, MAX_READ_ROWS)
     keys, place = one.table.list_keys(r, low, most)
@@ -101,7 +101,7 @@ def _all_rows(one: ReadTable, r: int, low: int, high: int, room: _Room) -> Table
 
 
 def _differing_rows(
-    one: ReadTable, r: int, low: int, high: int, cells: TableCells, room: _Room
+    one: ReadTable, r: int, low: int, high: int, cells: TableCells, room: _AnswerRoom
 ) -> TableInterval | None:  # fmt: skip
     """Rows of cells that are others than the reader's, of at most as many as there is room for, about. None if that is
     not possible, or too much is to be compared."""
