@@ -184,8 +184,10 @@ class ReaderTable:
         """Takes all rows of an interval of range r, or of those cells in it that differ: others there are gone."""
         block, differing = part.block, part.differing
         self._check(block)
-        gone = _NO_KEYS
-        if self._rows.count_range(r) and (differing is None or differing.any()):
+        gone, here = _NO_KEYS, self._rows.count_range(r)
+        if not here and len(block.keys):
+            self._rows.reserve(r, len(block.keys))  # it would grow in several steps
+        if here and (differing is None or differing.any()):
             gone = self._rows.list_words(r, part.low, part.high)[0]
             if differing is not None:
                 gone = gone[differing[cells_of(self._rows, gone, part.low, part.shift)]]
@@ -312,8 +314,8 @@ class ReaderTables:
         for number in sorted(self.by_id):
             stored = self.by_id[number].stored
             rows = stored.count_range(r)
-            low, high = hashes_between(number, r, self.ranges, start, end)
-            if not rows or low == high:
+            low, high = hashes_between(number, r, self.ranges, start, end) if rows else (0, 0)
+            if low == high:
                 continue
             room -= rows / rows_at_once(stored.spec.dim)
             if cells and (room < 0 or len(cells) == MAX_INTERVALS or digests + rows > MAX_CELLS):

@@ -31,6 +31,7 @@ class ReadCursor(NamedTuple):
 
 
 ALL_TABLES = ReadCursor(1 << 31)  # ids are less
+_NO_CELLS = bytes(16)
 
 
 def hashes_between(table: int, r: int, ranges: int, start: ReadCursor, end: ReadCursor) -> tuple[int, int]:
@@ -150,7 +151,7 @@ class RangePart(NamedTuple):
         parts: list[Buffer] = [np.array(self.start, np.int64).tobytes()]
         for one in self.intervals:
             if one.differing is None:
-                parts.append(_ALL_CELLS)
+                parts.append(_NO_CELLS)
             else:
                 parts.append(np.array([one.shift, len(one.differing)], np.int64).tobytes())
                 parts.append(padded(np.packbits(one.differing).tobytes()))
@@ -167,21 +168,19 @@ class RangePart(NamedTuple):
             raise FrameError(f"a RANGE_ROWS of {header.items} tables of at most {MAX_INTERVALS}")
         intervals, before = list[TableInterval](), -1
         for _ in range(header.items):
-            shift, n = int(reader.take(1, np.int64)[0]), 0
-            if shift >= 0:
-                n = reader.count(MAX_CELLS)
-            packed = reader.take((n + 7) // 8)
-            block = read_block(reader, ranges)
+            shift, n = reader.take(2, np.int64).tolist()
+            if not (0 <= shift < 62 and 0 <= n <= MAX_CELLS):
+                raise FrameError(f"a RANGE_ROWS has {n} cells of 2^{shift} hashes")
+            packed, block = reader.take((n + 7) // 8), read_block(reader, ranges)
             low, high = hashes_between(block.table, r, ranges, start, end)
             if not (before < block.table and low < high):
                 raise FrameError(f"a RANGE_ROWS has rows of table {block.table} from {low} to {high}")
-            before = block.table
-            if shift < 0:
-                intervals.append(TableInterval(low, high, block))
-                continue
-            if shift >= 62 or n != cell_count(low, high, shift):
-                raise FrameError(f"a RANGE_ROWS has {n} cells of 2^{shift} hashes from {low} to {high}")
-            intervals.append(TableInterval(low, high, block, shift, np.unpackbits(packed, count=n).astype(np.bool_)))
+            before, differing = block.table, None
+            if n:
+                if n != cell_count(low, high, shift):
+                    raise FrameError(f"a RANGE_ROWS has {n} cells of 2^{shift} hashes from {low} to {high}")
+                differing = np.unpackbits(packed, count=n).astype(np.bool_)
+            intervals.append(TableInterval(low, high, block, shift, differing))
         reader.end()
         return cls(header.request, header.epoch, r, start, end, intervals)
 
@@ -192,6 +191,3 @@ def _check(header: Header, ranges: int, start: ReadCursor, end: ReadCursor) -> N
     if header.worker >= ranges or not cursors or not start < end <= ALL_TABLES:
         text = f"range {header.worker} of {ranges}, from {tuple(start)} to {tuple(end)}"
         raise FrameError(f"a {Kind(header.kind).name} of {text}")
-
-
-_ALL_CELLS = (-1).to_bytes(8, "little", signed=True)
