@@ -133,7 +133,7 @@ class TableInterval(NamedTuple):
 
 class RangePart(NamedTuple):
     """RANGE_ROWS: all rows of a range from one cursor up to, without it, another, where the next ones are to be read.
-    intervals: of tables that have rows there, or had cells in the question, ascending; others have none."""
+    intervals: of tables that have rows there, ascending; others have none."""
 
     request: int
     epoch: int
