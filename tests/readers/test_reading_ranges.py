@@ -298,6 +298,18 @@ def test_tables_that_a_server_has_not_listed_stay_as_they_are() -> None:
     assert follower.tables.by_id[UNLISTED].rows == 20
 
 
+def test_an_answer_goes_on_however_few_rows_are_wanted() -> None:
+    tail = many_tables(3, 100)[0]
+    tail.listed = set(tail.tables)
+    start, seen = ReadCursor(0), 0
+    while start < ALL_TABLES:
+        tail.requests.append(ReadRange(1, 1, 0, 0, start))
+        part = tail.answer()
+        assert start < part.end
+        start, seen = part.end, seen + sum(len(one.block.keys) for one in part.intervals)
+    assert seen == sum(table.count_range(0) for table in tail.tables.values())
+
+
 def test_a_table_that_goes_while_it_is_read_leaves_nothing() -> None:
     """The next question goes on within it: it goes on with the tables behind."""
     tail = Tail(np.random.default_rng(1), None, ALL_KEYS)

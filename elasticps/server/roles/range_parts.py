@@ -74,7 +74,7 @@ def part_of(tables: Iterable[ReadTable], request: ReadRange, epoch: int, ranges:
         if low == high:
             continue
         cells, part = described.get(one.number), None
-        full = room.over or len(found) == MAX_INTERVALS
+        full = bool(found) and (room.over or len(found) == MAX_INTERVALS)  # the first has a row at least
         if cells is not None and not full:
             part = _differing_rows(one, r, low, high, cells, room)
         if full or (found and cells is not None and part is None):  # it is the first one next time
