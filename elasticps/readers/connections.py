@@ -24,7 +24,8 @@ from elasticps.readers.core.following import Feed, Following, OutOfOrder, Unackn
 from elasticps.readers.core.relay_choice import StaleWatch
 from elasticps.wire.frames import FrameError, Header, Kind, VersionError, json_body, json_frame
 from elasticps.wire.headers import GetViewHeader
-from elasticps.wire.windows import RangePart, ReadRange, Subscribed, WindowFrame, window_ack
+from elasticps.wire.range_parts import RangePart, ReadRange
+from elasticps.wire.windows import Subscribed, WindowFrame, window_ack
 
 log = logging.getLogger(__name__)
 

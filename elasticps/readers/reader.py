@@ -24,7 +24,8 @@ from elasticps.readers.rows import GatheredTable, ReaderTable, ReaderTables
 from elasticps.readers.values import AsOf, Listener, ReaderSpec, ReaderStats, TableChange, check_names_keys
 from elasticps.store.journal import Journal
 from elasticps.wire.frames import FrameError, Header, Kind
-from elasticps.wire.windows import RangePart, ReadRange, WindowFrame
+from elasticps.wire.range_parts import RangePart, ReadRange
+from elasticps.wire.windows import WindowFrame
 
 if TYPE_CHECKING:
     from elasticps.readers.pinning import CheckpointName, CheckpointRows
@@ -396,21 +397,20 @@ class Reader:
 
     def describe(self, request: ReadRange) -> ReadRange:
         """A request for a part of a range, with digests of the rows that are here: only others are sent."""
-        table = self._tables.by_id.get(request.table)
-        described = request if table is None else table.describe(request)
-        if described.cells is not None:
-            self._counts["fill_bytes"] += described.cells.digests.nbytes
+        described = self._tables.describe(request)
+        self._counts["fill_bytes"] += sum(one.digests.nbytes for one in described.cells)
         return described
 
     def rows(self, feed: Feed, rows: RangePart) -> None:
         """A part of a range has come."""
-        table = self._tables.by_id.get(rows.block.table)
-        self._counts["fill_bytes"] += rows.block.nbytes
-        if table is not None:
-            change = table.replace(rows)
+        changes, collect = list[TableChange](), bool(self._listeners)
+        self._counts["fill_bytes"] += sum(one.block.nbytes for one in rows.intervals)
+        for table, change in self._tables.replace(rows, feed.tables):
             self._counts["filled"] += len(change.keys)
-            self._note(rows.block.table, change)
-            self._tell([change._replace(rows=table.decode(change.rows), keys=change.keys.copy())])
+            self._note(table.number, change)
+            if collect:
+                changes.append(change._replace(rows=table.decode(change.rows), keys=change.keys.copy()))
+        self._tell(changes)
 
     def _note(self, table: int, change: TableChange) -> None:
         """Notes keys for those that this reader feeds."""

@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 
 from elasticps.readers.reader import Reader
 from elasticps.server.core.journal_marks import KEYS_AT_ONCE, JournalMarks
-from elasticps.server.roles.range_parts import missing_part, part_of
+from elasticps.server.roles.range_parts import ReadTable, part_of
 from elasticps.store.codec import Codec
 from elasticps.store.journal import Journal, followed_tables
 from elasticps.wire.frames import Buffer, FrameError, Header, Kind
-from elasticps.wire.windows import Progresses, ReadRange, Subscribe, Subscribed, WindowState, window_frame
+from elasticps.wire.range_parts import ReadRange
+from elasticps.wire.windows import Progresses, Subscribe, Subscribed, WindowState, window_frame
 from replication.step_records import StepRecord, record_of
 
 JOURNAL_WORDS = 1 << 21
@@ -194,10 +195,11 @@ class RelayFeed:
             raise FrameError("READ_RANGE came before SUBSCRIBE")
         with self._sending:
             with reader.lock:
-                table = next((one for one in reader.table_rows.values() if one.number == request.table), None)
-                if table is None:
-                    part = missing_part(request, request.epoch, reader.ranges)
-                else:
-                    share, dim = wants.share.for_shape(table.spec.shape), table.stored.spec.dim
-                    part = part_of(table.stored, request, request.epoch, share, 0, dim)
+                here = {table.number: table for table in reader.table_rows.values()}
+                tables = (
+                    ReadTable(number, here[number].stored, wants.share.for_shape(here[number].spec.shape), 0,
+                              here[number].stored.spec.dim)
+                    for number in sorted(self._tables & here.keys())
+                )  # fmt: skip
+                part = part_of(tables, request, request.epoch, reader.ranges)
             self._send_bytes(part.frame())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,15 +19,24 @@ from elasticps.model.key_share import ALL_KEYS, KeyShare, share_of
 from elasticps.model.spec import Assign, TableSpec, Zeros
 from elasticps.readers.values import TableChange
 from elasticps.store import Table, index
-from elasticps.store.cells import cells_of, describe
+from elasticps.store.cells import cells_of, describe, rows_at_once
 from elasticps.store.codec import Codec, decode_rows
 from elasticps.store.index import ROW_PREFETCH
 from elasticps.store.journal import Journal, first_outside, note
 from elasticps.store.layout import overwrite_found
 from elasticps.store.native import H_DIM, HEADER_SIZE, INT, KEYS, WORDS, carray, copy, kernel, linked, pointer
 from elasticps.wire.frames import FrameError
+from elasticps.wire.range_parts import (
+    MAX_CELLS,
+    MAX_INTERVALS,
+    RangePart,
+    ReadCursor,
+    ReadRange,
+    TableCells,
+    TableInterval,
+    hashes_between,
+)
 from elasticps.wire.row_blocks import Blocks, LocatedBlocks, RowBlock
-from elasticps.wire.windows import MAX_CELLS, CellDigests, RangePart, ReadRange
 
 _FILTERS = {"float16": Float16(), "bfloat16": BFloat16(), "int8": Int8()}
 _NO_KEYS = np.empty(0, np.int64)
@@ -214,22 +223,20 @@ class ReaderTable:
             self._rows.drop_range(r)
         return self._change(keys, rows, gone, lost)
 
-    def replace(self, part: RangePart) -> TableChange:
-        """Takes all rows of a part of a range, or of those cells in it that differ: others there are gone."""
+    def replace(self, r: int, part: TableInterval) -> TableChange:
+        """Takes all rows of an interval of range r, or of those cells in it that differ: others there are gone."""
         block, differing = part.block, part.differing
         self._check(block)
-        before = self._rows.list_words(part.range, part.low, part.high)[0]
-        if differing is not None:
-            before = before[differing[cells_of(self._rows, before, part.low, part.shift)]]
-        return self._change(block.keys, block.rows, np.setdiff1d(before, block.keys), [])
-
-    def describe(self, request: ReadRange) -> ReadRange:
-        """A request for a part of a range, with digests of what is here."""
-        found = describe(self._rows, request.range, request.place)
-        if found is None or len(found[-1]) > MAX_CELLS:
-            return request
-        low, high, shift, digests = found
-        return request._replace(place=low, cells=CellDigests(high, shift, digests))
+        gone, here = _NO_KEYS, self._rows.count_range(r)
+        if not here and len(block.keys):
+            self._rows.reserve(r, len(block.keys))  # it would grow in several steps
+        if here and (differing is None or differing.any()):
+            gone = self._rows.list_words(r, part.low, part.high)[0]
+            if differing is not None:
+                gone = gone[differing[cells_of(self._rows, gone, part.low, part.shift)]]
+            if len(block.keys):
+                gone = np.setdiff1d(gone, block.keys, assume_unique=True)
+        return self._change(block.keys, block.rows, gone, [])
 
     def _check(self, block: RowBlock) -> None:
         if len(block.keys) and block.rows.shape[1] != self.codec.words:
@@ -367,6 +374,50 @@ class ReaderTables:
             if new:
                 found.append(partial(_listed, table, True, _NO_KEYS, np.empty((0, table.codec.words), np.float32)))
         return found
+
+    def describe(self, request: ReadRange) -> ReadRange:
+        """A request for rows of a range, with digests of those that are here: up to where as many are described as may
+        be at a time."""
+        r, start, end = request.range, request.start, request.end
+        cells, room, digests = list[TableCells](), 1.0, 0
+        for number in sorted(self.by_id):
+            stored = self.by_id[number].stored
+            rows = stored.count_range(r)
+            low, high = hashes_between(number, r, self.ranges, start, end) if rows else (0, 0)
+            if low == high:
+                continue
+            room -= rows / rows_at_once(stored.spec.dim)
+            if cells and (room < 0 or len(cells) == MAX_INTERVALS or digests + rows > MAX_CELLS):
+                end = ReadCursor(number, low)
+                break
+            found = describe(stored, r, low, high)
+            if found is None:
+                continue
+            upto, shift, described = found
+            if len(described) > MAX_CELLS:
+                continue
+            cells.append(TableCells(number, shift, described))
+            digests += len(described)
+            if upto < high:
+                end = ReadCursor(number, upto)
+                break
+        return request._replace(end=end, cells=tuple(cells))
+
+    def replace(self, part: RangePart, listed: Iterable[int]) -> Iterator[tuple[ReaderTable, TableChange]]:
+        """Takes a part of a range, which has all rows of these tables there; which tables have changed, and how."""
+        r, found = part.range, set[int]()
+        for one in part.intervals:
+            found.add(one.block.table)
+            if (table := self.by_id.get(one.block.table)) is not None:
+                yield table, table.replace(r, one)
+        for number in listed:
+            table = self.by_id.get(number)
+            if table is None or number in found or not table.stored.count_range(r):
+                continue
+            low, high = hashes_between(number, r, self.ranges, part.start, part.end)
+            if low < high:
+                none = RowBlock(number, _NO_KEYS, np.empty((0, table.codec.words), np.float32), _NO_KEYS, _NO_KEYS)
+                yield table, table.replace(r, TableInterval(low, high, none))
 
     def close(self) -> None:
         """Forgets all."""

@@ -6,9 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.store.codec import digests
-from elasticps.store.intervals import HASH_END
 from elasticps.store.journal import rows_of
 from elasticps.store.table import Table
+from elasticps.wire.range_parts import cell_count
 
 ROWS_IN_CELL = 4  # about, or half of it: 8 bytes are sent for each cell, and all its rows if one differs
 ROWS_AT_ONCE = 8192  # of which cells are sent at a time, about,
@@ -17,11 +17,6 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _S30, _S27 = np.uint64(30), np.uint64(27)
 _M1 = np.uint64(0xBF58476D1CE4E5B9)
 _MOST_SHIFT = 61
-
-
-def cell_count(low: int, high: int, shift: int) -> int:
-    """How many cells there are, the last one perhaps narrower."""
-    return ((high - low - 1) >> shift) + 1
 
 
 def rows_at_once(words: int) -> int:
@@ -48,15 +43,13 @@ def digest_cells(
     return found
 
 
-def describe(table: Table, r: int, place: int) -> tuple[int, int, int, NDArray[np.uint64]] | None:
-    """Describes some rows of range r from a hash on, as they are in a table of words: from which hash, up to which one,
-    cells of which width, as 2^shift, and their digests. None if there are no rows."""
-    width = HASH_END // table.ranges
-    low = max(place, r * width)
+def describe(table: Table, r: int, low: int, end: int) -> tuple[int, int, NDArray[np.uint64]] | None:
+    """Describes some rows of range r from a hash on, none from `end` on, as they are in a table of words: up to which
+    hash, cells of which width, as 2^shift, and their digests. None if there are no rows."""
     keys, upto = table.list_keys(r, low, rows_at_once(table.spec.dim))
-    high = upto or (r + 1) * width
+    high = upto or end
     if not len(keys) or high <= low:
         return None
     found = rows_of(table.header, keys, 0, table.spec.dim)
     shift = min(max(0, ((high - low) * ROWS_IN_CELL // len(keys)).bit_length() - 1), _MOST_SHIFT)
-    return low, high, shift, digest_cells(table, found.keys, found.rows, low, high, shift)
+    return high, shift, digest_cells(table, found.keys, found.rows, low, high, shift)

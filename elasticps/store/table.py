@@ -375,6 +375,10 @@ class Table:
         if stamped is not None:
             stamps.set_stamps(self._header, keys, stamped)
 
+    def reserve(self, r: int, rows: int) -> None:
+        """Makes room in the index for so many rows of range r."""
+        self._segments.reserve(r, rows)
+
     def drop_interval(self, r: int, low: int, high: int) -> None:
         """Forgets the keys of range r whose places are in low..high-1."""
         self.delete(self.list_words(r, low, high)[0])

@@ -1,4 +1,4 @@
-"""Frames between a reader and servers whose tails it follows: what it wants, windows of changes, rows of a range."""
+"""Frames between a reader and servers whose tails it follows: what it wants, and windows of changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from elasticps.errors import ConfigError
 from elasticps.kernels.windows import BLOCK, FIRST_BLOCK, RECORDS, RUNS, RUNS_AT, locate
 from elasticps.model.key_share import ALL_KEYS, KeyShare
 from elasticps.wire.frames import (
-    DIGESTS,
     HEADER,
     LAST,
     MAGIC,
@@ -31,17 +30,15 @@ from elasticps.wire.frames import (
     text,
     whole,
 )
-from elasticps.wire.row_blocks import BLOCK_HEAD, Blocks, BodyReader, LocatedBlocks, RowBlock, read_block, write_block
+from elasticps.wire.row_blocks import BLOCK_HEAD, Blocks, BodyReader, LocatedBlocks, read_block, write_block
 from replication.step_records import StepRecord, record_bytes
 
 Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
 
 MAX_TABLES = 4096  # that a reader names
-MAX_READ_ROWS = 1 << 16  # of one part of a range
 MOST_STRETCH = 3  # times `every` is what passes at most from window to window of a busy server
 MAX_RUNS = 1 << 20
-MAX_CELLS = 1 << 14  # of one part of a range
 DTYPES = ("", "float32", "float16", "bfloat16", "int8")
 """How rows travel, by number; "": as the table has them."""
 FINE = 2
@@ -56,7 +53,8 @@ def _body(parts: Sequence[Buffer]) -> int:
     return sum(len(memoryview(part).cast("B")) for part in parts)
 
 
-def _frame(header: Header, parts: list[Buffer]) -> list[Buffer]:
+def framed(header: Header, parts: list[Buffer]) -> list[Buffer]:
+    """A frame of these parts: the header says how long they are together."""
     return [header._replace(body=_body(parts)).pack(), *parts]
 
 
@@ -92,7 +90,7 @@ class Subscribe(NamedTuple):
             items=len(self.ranges), bound=len(names), wait_ms=self.every_ms,
         )  # fmt: skip
         numbers = np.concatenate([self.ranges, self.positions, self.origins]).astype(np.int64)
-        return _frame(header, [numbers.tobytes(), padded(names)])
+        return framed(header, [numbers.tobytes(), padded(names)])
 
     @classmethod
     def of(cls, header: Header, body: Bytes, ranges: int) -> Subscribe:
@@ -143,7 +141,7 @@ class Subscribed(NamedTuple):
         header = Header(
             Kind.SUBSCRIBED, request=self.number, epoch=self.epoch, items=len(self.continued), table=len(self.unknown)
         )
-        return _frame(header, [np.concatenate([self.continued, self.unknown]).astype(np.int64).tobytes()])
+        return framed(header, [np.concatenate([self.continued, self.unknown]).astype(np.int64).tobytes()])
 
     @classmethod
     def of(cls, header: Header, body: Bytes, ranges: int) -> Subscribed:
@@ -310,105 +308,6 @@ def _tables_in(document: dict[str, Any]) -> tuple[list[tuple[int, str]], list[in
             raise FrameError("a table in a WINDOW has an id and a spec")
         found.append((whole(one[0], 1 << 31), text(one[1], 1 << 16)))
     return found, [whole(one, 1 << 31) for one in dropped]
-
-
-class CellDigests(NamedTuple):
-    """What a reader has from a hash on, up to `high`: uint64 [n], of cells 2^shift wide, see `store.cells`."""
-
-    high: int
-    shift: int
-    digests: NDArray[np.uint64]
-
-
-def _check_cells(n: int, low: int, high: int, shift: int) -> None:
-    """Raises FrameError unless so many cells reach from `low` to `high`."""
-    if not (0 <= low < high <= 1 << 62 and 0 <= shift < 62 and n == ((high - low - 1) >> shift) + 1 <= MAX_CELLS):
-        raise FrameError(f"{n} cells of 2^{shift} hashes from {low} to {high}")
-
-
-class ReadRange(NamedTuple):
-    """READ_RANGE: rows of a range of a table from a hash on, about `rows` of them; with 0 none, to learn whether the
-    table is there. cells: of those that the reader has from `place` on: only those that differ are wanted."""
-
-    request: int
-    epoch: int
-    table: int
-    range: int
-    place: int
-    rows: int
-    cells: CellDigests | None = None
-
-    def frame(self) -> list[Buffer]:
-        """As it is sent."""
-        header = Header(
-            Kind.READ_RANGE, 0, 0, self.request, self.epoch, self.place, self.range, table=self.table, items=self.rows
-        )
-        if self.cells is None:
-            return [header.pack()]
-        parts: list[Buffer] = [_int64(self.cells.high, self.cells.shift), self.cells.digests.tobytes()]
-        return _frame(header._replace(flags=DIGESTS), parts)
-
-    @classmethod
-    def of(cls, header: Header, body: Bytes, ranges: int) -> ReadRange:
-        """The inverse; FrameError."""
-        if header.worker >= ranges or header.items > MAX_READ_ROWS or header.clock >= 1 << 62:
-            raise FrameError(f"a READ_RANGE of range {header.worker}, {header.items} rows, from {header.clock}")
-        reader, cells = BodyReader(body), None
-        if header.flags & DIGESTS:
-            high, shift = reader.take(2, np.int64).tolist()
-            found = reader.take((len(body) - 16) // 8, np.uint64).copy()
-            width = (1 << 62) // ranges
-            if not header.worker * width <= header.clock < high <= (header.worker + 1) * width:
-                raise FrameError(f"a READ_RANGE of range {header.worker} has cells from {header.clock} to {high}")
-            _check_cells(len(found), header.clock, high, shift)
-            cells = CellDigests(high, shift, found)
-        reader.end()
-        return cls(header.request, header.epoch, header.table, header.worker, header.clock, header.items, cells)
-
-
-class RangePart(NamedTuple):
-    """RANGE_ROWS: all rows of a range of a table whose hashes are in low..high-1. next_place: the one to read, 0
-    if there is none. missing: there is no such table here. differing: bool [n], of cells 2^shift wide: only rows of
-    these are here, in others the reader has what there is; None: all."""
-
-    request: int
-    epoch: int
-    range: int
-    low: int
-    high: int
-    next_place: int
-    block: RowBlock
-    missing: bool = False
-    shift: int = 0
-    differing: NDArray[np.bool_] | None = None
-
-    def frame(self) -> list[Buffer]:
-        """As it is sent."""
-        header = Header(
-            Kind.RANGE_ROWS, LAST if self.missing else 0, 0, self.request, self.epoch, self.next_place, self.range
-        )
-        cells: list[Buffer] = []
-        if self.differing is not None:
-            header = header._replace(flags=header.flags | DIGESTS, items=len(self.differing), table=self.shift)
-            cells.append(padded(np.packbits(self.differing).tobytes()))
-        return _frame(header, [_int64(self.low, self.high), *cells, *write_block(self.block)])
-
-    @classmethod
-    def of(cls, header: Header, body: Bytes, ranges: int) -> RangePart:
-        """The inverse, views of the body; FrameError."""
-        reader, differing = BodyReader(body), None
-        low, high = reader.take(2, np.int64).tolist()
-        if header.flags & DIGESTS:
-            _check_cells(header.items, low, high, header.table)
-            differing = np.unpackbits(reader.take((header.items + 7) // 8), count=header.items).astype(np.bool_)
-        block = read_block(reader, ranges)
-        reader.end()
-        if header.worker >= ranges or not 0 <= low <= high <= 1 << 62 or header.clock > 1 << 62:
-            raise FrameError(f"a RANGE_ROWS of range {header.worker}, hashes {low} to {high}")
-        missing, shift = bool(header.flags & LAST), header.table if differing is not None else 0
-        return cls(
-            header.request, header.epoch, header.worker, low, high, header.clock, block, missing, shift, differing
-        )
 
 
 def window_ack(number: int) -> bytes:

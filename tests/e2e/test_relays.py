@@ -14,8 +14,10 @@ import pytest
 import elasticps as eps
 from elasticps.readers import relay_registry
 from elasticps.readers.core import relay_choice
+from elasticps.readers.core.following import Feed, Following
 from elasticps.readers.pull_server import PullServer
-from elasticps.wire.windows import ReadRange, Subscribe
+from elasticps.wire.range_parts import ReadCursor, ReadRange
+from elasticps.wire.windows import Subscribe
 from tests.e2e.test_readers import DIM, KEYS, make_again, push, shows, table_of, training
 from tests.e2e.test_readers_stopped import ForgetfulNetwork
 from tests.e2e.test_readers_through_changes import equals
@@ -46,11 +48,51 @@ def test_a_reader_that_takes_nothing_does_not_hold_up_its_relay(own: eps.LocalCl
                 greedy.sendall(b"".join(Subscribe(1, 1, every, nothing, nothing * 0, None, "", 5).frame()))
                 number = first.table_rows["wide"].number
                 for i in range(400):
-                    greedy.sendall(b"".join(ReadRange(i + 1, 1, number, i % RANGES, 0, 8192).frame()))
+                    greedy.sendall(b"".join(ReadRange(i + 1, 1, i % RANGES, 8192, ReadCursor(number)).frame()))
                 push(ps, users, rng)
                 eventually(shows(first, users))
                 with eps.remote_reader(relay.address) as remote:
                     assert (remote.pull({"users": KEYS})["users"] == users.pull(KEYS)).all()
+
+
+def test_readers_of_many_tables_read_them_together(own: eps.LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most of them are tiny or empty in a range. So do those behind a relay; what went while nobody followed goes."""
+    rng, questions = np.random.default_rng(3), list[ReadRange]()
+
+    def request(self: Following, feed: Feed, r: int, start: ReadCursor) -> ReadRange:
+        questions.append(requests(self, feed, r, start))
+        return questions[-1]
+
+    requests = Following._request
+    monkeypatch.setattr(Following, "_request", request)
+    with eps.connect(own.url, worker="w0") as ps:
+        tables = [ps.table(f"t{i}", dim=1 + i % 5, optimizer=eps.SGD(lr=0.1)) for i in range(50)]
+        ps.push({
+            table: (np.arange(rows), rng.random((rows, table.spec.dim), np.float32))
+            for i, table in enumerate(tables) if (rows := (0, 1, 40, 3000)[i % 4])
+        }).result()  # fmt: skip
+        with eps.reader(own.url) as first:
+            assert len(questions) < 5 * RANGES  # one for each range; a server may have moved some
+            assert all(equals(first, table) for table in tables)
+            with PullServer(first, "127.0.0.1", 0) as relay, eps.reader(f"reader://{relay.address}") as second:
+                assert len(questions) < 10 * RANGES
+                assert all(equals(second, table) for table in tables)
+                filled = second.stats().filled
+                # Nothing is known of the time before: all is read again, by digests.
+                tables[2].delete(np.arange(40))
+                tables[3].delete(np.arange(0, 3000, 7))
+                ps.push({tables[5]: (np.arange(9), np.ones((9, tables[5].spec.dim), np.float32))}).result()
+                fills = first.stats().fills, second.stats().fills
+                for reader in (first, second):  # the relay may still be reading its ranges
+                    with reader.lock:
+                        reader._following.have[:] = -1
+                        for member in list(reader._following.feeds):
+                            reader._links._connections.cut(member, "again")
+                eventually(lambda: first.stats().fills >= fills[0] + RANGES and first._following.filled)
+                eventually(lambda: second.stats().fills >= fills[1] + RANGES and second._following.filled)
+                eventually(lambda: all(equals(first, table) for table in tables))
+                eventually(lambda: all(equals(second, table) for table in tables))
+                assert second.stats().filled - filled < 0.7 * filled  # it had most of it
 
 
 @pytest.mark.parametrize("ends", [signal.SIGKILL, signal.SIGSTOP])

@@ -24,8 +24,17 @@ from elasticps.readers.reader import Reader
 from elasticps.readers.relay import Relay, RelayFeed
 from elasticps.readers.values import ReaderSpec
 from elasticps.wire.frames import HEADER_BYTES, Buffer, FrameError, Header, Kind, json_frame, unpack_header
+from elasticps.wire.range_parts import (
+    ALL_TABLES,
+    HASH_END,
+    RangePart,
+    ReadCursor,
+    ReadRange,
+    TableCells,
+    TableInterval,
+)
 from elasticps.wire.row_blocks import RowBlock
-from elasticps.wire.windows import Progresses, RangePart, ReadRange, Subscribe, Subscribed, WindowFrame, window_ack
+from elasticps.wire.windows import Progresses, Subscribe, Subscribed, WindowFrame, window_ack
 from replication.step_records import record_of
 from tests.fuzz.core import APPS, CLUSTER, HONEST, TABLE, Core, Wire, watched
 from tests.fuzz.corpus import RANGES
@@ -35,6 +44,9 @@ FRAMES = 3000
 EVERY = np.arange(RANGES)
 NONE = np.empty(0, np.int64)
 SPEC = TableSpec("users", 4, SGD(lr=0.1))
+WIDTH = HASH_END // RANGES
+FIRST = ReadCursor(0)
+SHIFT = WIDTH.bit_length() - 4  # of cells: eight of a range
 MOST_ALLOCATED = 4 << 20
 DECODERS: dict[int, Callable[[Header, Any], object]] = {
     Kind.SUBSCRIBE: lambda header, body: Subscribe.of(header, body, RANGES),
@@ -54,24 +66,31 @@ def block(table: int = 7, keys: int = 5) -> RowBlock:
     return RowBlock(table, np.arange(keys), rows, np.array([30, 31]), np.array([2]))
 
 
-def from_servers(number: int = 1, request: int = 9) -> list[bytes]:
+def from_servers(number: int = 1, request: int = 9, r: int = 1, start: ReadCursor = FIRST) -> list[bytes]:
     """What servers say, each as it may be."""
     runs = Progresses(np.array([[5, 0, RANGES - 1, 640], [6, 1, 2, 704]]))
     record = record_of(5, 3, np.arange(RANGES) % 2 == 0)
     listed = WindowFrame(1, number, 5_000_000, True, [block()], EVERY, EVERY + 3, runs, [(5, record)],
                          [(7, SPEC.to_json())], [3])  # fmt: skip
     half = WindowFrame(1, number, 5_000_000, False, [block(), block(7, 0)])
-    part = RangePart(request, 1, 1, 0, 1 << 62, 17, block())
-    frames = [listed.frame(), half.frame(), part.frame(), part._replace(missing=True).frame(),
+    part = RangePart(request, 1, r, start, ALL_TABLES, [TableInterval(0, 1, block())])
+    low, high = WIDTH, WIDTH + (3 << SHIFT)
+    some = TableInterval(low, high, block(), SHIFT, np.array([True, False, True]))
+    frames = [listed.frame(), half.frame(), part.frame(),
+              part._replace(end=ReadCursor(7, high), intervals=[some]).frame(),
+              part._replace(intervals=[]).frame(),
               Subscribed(1, 1, EVERY[:3], EVERY[3:]).frame(), Subscribed(0, 1, NONE, EVERY).frame()]  # fmt: skip
     return [joined(cast(Any, one)) for one in frames]
 
 
 def from_readers(request: int = 1, table: int = 7) -> list[bytes]:
     """What readers say."""
+    cells = TableCells(table, SHIFT, np.arange(WIDTH >> SHIFT, dtype=np.uint64))
     wants = Subscribe(request, 1, EVERY, EVERY * 0 - 1, EVERY * 0, ("users",), "", 5, 100)
     frames = [wants._replace(tables=None).frame(), wants.frame(), wants._replace(ranges=NONE, positions=NONE,
-              origins=NONE).frame(), ReadRange(request, 1, table, 1, 0, 10).frame(), [window_ack(request)]]  # fmt: skip
+              origins=NONE).frame(), ReadRange(request, 1, 1, 10, ReadCursor(table)).frame(),
+              ReadRange(request, 1, 1, 10, ReadCursor(0), ReadCursor(table + 1), (cells,)).frame(),
+              [window_ack(request)]]  # fmt: skip
     return [joined(cast(Any, one)) for one in frames]
 
 
@@ -202,7 +221,7 @@ def test_a_reader_goes_on_whatever_servers_say(reader: Reader, seed: int) -> Non
             if random.random() < 0.3:
                 reader._holding.begin()
         request = next(iter(feed.reading), 9)
-        whole = from_servers(feed.window + 1, request)
+        whole = from_servers(feed.window + 1, request, *feed.reading.get(request, ()))
         data = bytearray(random.choice(whole))
         if random.random() < 0.6:
             data = mutate(random, data, [*whole, *from_readers()])

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 import elasticps as eps
 from elasticps.model.key_share import ALL_KEYS, KeyShare, share_of
-from elasticps.readers.rows import ReaderTable, codec_of
+from elasticps.readers.rows import ReaderTable, ReaderTables, codec_of
 from elasticps.server.roles import range_parts
-from elasticps.server.roles.range_parts import READ_BYTES, part_of
+from elasticps.server.roles.range_parts import READ_BYTES, ReadTable, part_of
 from elasticps.store import Store, Table, cells, journal
 from elasticps.wire.frames import unpack_header
-from elasticps.wire.windows import RangePart, ReadRange
+from elasticps.wire.range_parts import ALL_TABLES, RangePart, ReadCursor, ReadRange
 
 RANGES, DIM = 4, 6
 
@@ -33,25 +33,33 @@ def there(buffers: Any) -> Any:
     return unpack_header(whole[:64]), np.frombuffer(whole[64:], np.uint8)
 
 
+def readable(server: Table, reader: ReaderTable, share: KeyShare = ALL_KEYS) -> list[ReadTable]:
+    return [ReadTable(7, server, share, max(reader.codec.code, 0), reader.codec.words)]
+
+
+def tables_of(reader: ReaderTable) -> ReaderTables:
+    """One table, as a reader has it."""
+    tables = ReaderTables(RANGES, None)
+    tables.by_id[7] = reader
+    return tables
+
+
 def read(server: Table, reader: ReaderTable, share: KeyShare = ALL_KEYS, *, rows: int = 8192) -> tuple[int, int]:
     """Reads all ranges; how many rows came, and bytes in both directions."""
-    came, nbytes, codec = 0, 0, reader.codec
+    came, nbytes, tables = 0, 0, tables_of(reader)
     for r in range(RANGES):
-        place = 0
-        while True:
-            request = reader.describe(ReadRange(1, 1, 7, r, place, rows))
-            header, body = there(request.frame())
+        start = ReadCursor(0)
+        while start < ALL_TABLES:
+            header, body = there(tables.describe(ReadRange(1, 1, r, rows, start)).frame())
             nbytes += 64 + len(body)
             got = ReadRange.of(header, body, RANGES)
-            header, body = there(part_of(server, got, 1, share, max(codec.code, 0), codec.words).frame())
+            header, body = there(part_of(readable(server, reader, share), got, 1, RANGES).frame())
             nbytes += 64 + len(body)
             assert len(body) < 4 * READ_BYTES
             part = RangePart.of(header, body, RANGES)
-            came += len(part.block.keys)
-            reader.replace(part)
-            place = part.next_place
-            if not place:
-                break
+            came += sum(len(one.block.keys) for one in part.intervals)
+            list(tables.replace(part, [7]))
+            start = part.end
     return came, nbytes
 
 
@@ -226,9 +234,9 @@ def test_damaged_requests_and_answers_are_refused_or_read_within_their_bounds(se
     reader = ReaderTable(server.spec, 7, RANGES, None)
     read(server, reader)
     server.put(np.arange(5), rng.random((5, DIM), np.float32))
-    request = reader.describe(ReadRange(1, 1, 7, 2, 0, 8192))
-    answer = part_of(server, request, 1, ALL_KEYS, 0, DIM)
-    assert answer.differing is not None
+    request = tables_of(reader).describe(ReadRange(1, 1, 2, 8192, ReadCursor(0)))
+    answer = part_of(readable(server, reader), request, 1, RANGES)
+    assert answer.intervals[0].differing is not None
     for frame, parse in ((request.frame(), ReadRange.of), (answer.frame(), RangePart.of)):
         header, body = there(frame)
         for _ in range(200):
@@ -245,4 +253,4 @@ def test_damaged_requests_and_answers_are_refused_or_read_within_their_bounds(se
             except FrameError:
                 continue
             if isinstance(found, ReadRange):
-                part_of(server, found, 1, ALL_KEYS, 0, DIM)
+                part_of(readable(server, reader), found, 1, RANGES)

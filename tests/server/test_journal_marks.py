@@ -80,6 +80,13 @@ def test_the_newest_mark_that_is_old_enough_is_taken() -> None:
     assert marks.find(EVERY, np.array([12, 9, 8]), np.full(RANGES, 12), 40, 25).tolist() == [40, 30, -1]
 
 
+def test_a_range_that_nobody_has_is_to_be_read() -> None:
+    """A relay that reads a range itself has it up to -1, as a reader that begins has: neither goes on there."""
+    nobody = np.full(RANGES, -1)
+    assert JournalMarks().find(EVERY, nobody, nobody, 40, 0).tolist() == [-1] * RANGES
+    assert JournalMarks().find(EVERY, nobody, np.array([-1, 0, 3]), 40, 0).tolist() == [-1] * RANGES
+
+
 def test_a_range_that_came_back_has_no_mark_of_before() -> None:
     """What changed elsewhere meanwhile was not noted here."""
     marks = JournalMarks()

@@ -247,6 +247,18 @@ ALONE: dict[Patch, tuple[str, str]] = {
         "server.test_sent_state",
         "test_a_worker_that_joins_later_is_heard_of",
     ),
+    readers.leave_rows_of_tables_that_an_answer_leaves_out: (
+        "readers.test_reading_ranges",
+        "test_of_tables_that_an_answer_leaves_out_nothing_is_there",
+    ),
+    readers.empty_tables_that_a_server_has_not_listed: (
+        "readers.test_reading_ranges",
+        "test_tables_that_a_server_has_not_listed_stay_as_they_are",
+    ),
+    readers.go_on_behind_a_table_that_was_read_in_part: (
+        "readers.test_reading_ranges",
+        "test_a_table_that_goes_while_it_is_read_leaves_nothing",
+    ),
     readers.send_a_reader_all_shares: ("readers.test_cells", "test_a_share_gets_the_rows_of_its_keys"),
     chain.accept_a_step_beyond_the_next: (
         "replication.test_replica",

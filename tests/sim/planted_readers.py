@@ -11,7 +11,7 @@ from elasticps.readers.connections import ReaderConnections
 from elasticps.readers.core.following import Feed, Following
 from elasticps.readers.core.moment_search import MomentSearch
 from elasticps.readers.holding import Holding
-from elasticps.readers.rows import ReaderTable
+from elasticps.readers.rows import ReaderTable, ReaderTables
 from elasticps.server.core.journal_marks import JournalMarks
 from elasticps.server.roles import range_parts
 from elasticps.server.roles.readers import ReaderFeeds
@@ -20,7 +20,8 @@ from elasticps.store import cells
 from elasticps.store.journal import Journal
 from elasticps.store.table import Table
 from elasticps.wire.frames import Header, Kind
-from elasticps.wire.windows import RangePart, Subscribed, WindowFrame
+from elasticps.wire.range_parts import ALL_TABLES, RangePart, ReadCursor
+from elasticps.wire.windows import Subscribed, WindowFrame
 
 
 def note_no_deletions(patch: pytest.MonkeyPatch) -> None:
@@ -99,7 +100,27 @@ def digest_keys_without_their_rows(patch: pytest.MonkeyPatch) -> None:
 def forget_the_rows_that_are_the_same(patch: pytest.MonkeyPatch) -> None:
     """What a reader has in cells that do not differ goes, as if an answer had all rows."""
     replaces = ReaderTable.replace
-    patch.setattr(ReaderTable, "replace", lambda self, part: replaces(self, part._replace(differing=None)))
+    patch.setattr(ReaderTable, "replace", lambda self, r, part: replaces(self, r, part._replace(differing=None)))
+
+
+def leave_rows_of_tables_that_an_answer_leaves_out(patch: pytest.MonkeyPatch) -> None:
+    """Tables that became empty while a reader was away keep their rows."""
+    replaces = ReaderTables.replace
+    patch.setattr(ReaderTables, "replace", lambda self, part, listed: replaces(self, part, ()))
+
+
+def empty_tables_that_a_server_has_not_listed(patch: pytest.MonkeyPatch) -> None:
+    """A server that does not know yet whose a table is says nothing of it: its rows go."""
+    replaces = ReaderTables.replace
+    patch.setattr(ReaderTables, "replace", lambda self, part, listed: replaces(self, part, sorted(self.by_id)))
+
+
+def go_on_behind_a_table_that_was_read_in_part(patch: pytest.MonkeyPatch) -> None:
+    def rows(self: Following, feed: Feed, part: RangePart) -> Any:
+        return reads(self, feed, part._replace(end=ReadCursor(min(part.end.table + 1, ALL_TABLES.table))))
+
+    reads = Following.rows
+    patch.setattr(Following, "rows", rows)
 
 
 def send_a_reader_all_shares(patch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,7 @@ import pytest
 from elasticps.wire.frames import Buffer, FrameError, Header, Kind, unpack_header
 from elasticps.wire.row_blocks import RowBlock
 from elasticps.wire.windows import (
-    CellDigests,
     Progresses,
-    RangePart,
-    ReadRange,
     Subscribe,
     Subscribed,
     WindowFrame,
@@ -75,31 +72,7 @@ def test_windows_come_as_they_were_made(rows: int) -> None:
     assert all(same(a, b) for a, b in zip(got.blocks, part.blocks, strict=True))
 
 
-def test_parts_of_ranges_come_as_they_were_made() -> None:
-    request = ReadRange(8, 5, 7, 3, 1 << 40, 100)
-    assert ReadRange.of(*there(request.frame()), RANGES) == request
-    width = (1 << 62) // RANGES
-    cells = CellDigests(4 * width, 50, np.arange((width >> 50), dtype=np.uint64))
-    got = ReadRange.of(*there(request._replace(place=3 * width, cells=cells).frame()), RANGES)
-    assert got.cells is not None
-    assert got.cells[:2] == cells[:2]
-    assert (got.cells.digests == cells.digests).all()
-    with pytest.raises(FrameError, match="cells"):
-        ReadRange.of(*there(request._replace(place=3 * width, cells=cells._replace(shift=49)).frame()), RANGES)
-    with pytest.raises(FrameError, match="has cells from"):
-        ReadRange.of(*there(request._replace(place=2 * width, cells=cells).frame()), RANGES)
-    part = RangePart(8, 5, 3, 1 << 40, 1 << 41, 1 << 41, block())
-    found = RangePart.of(*there(part.frame()), RANGES)
-    assert found[:6] == part[:6]
-    assert same(found.block, part.block)
-    assert found.differing is None
-    differing = np.arange(11) % 3 == 0
-    part = part._replace(high=(1 << 40) + 11 * 1024 - 5, shift=10, differing=differing)
-    found = RangePart.of(*there(part.frame()), RANGES)
-    assert found.shift == 10
-    assert found.differing is not None
-    assert (found.differing == differing).all()
-    assert same(found.block, part.block)
+def test_an_acknowledgement_names_a_window() -> None:
     assert unpack_header(window_ack(12)).clock == 12
 
 
@@ -107,8 +80,7 @@ def test_parts_of_ranges_come_as_they_were_made() -> None:
 def test_what_is_damaged_is_refused_or_read_within_its_bounds(seed: int) -> None:
     rng = np.random.default_rng(seed)
     whole = WindowFrame(5, 9, 1, True, [block(4)], np.array([3]), np.array([70]), tables=[(7, "{}")])
-    frames = [whole.frame(), RangePart(8, 5, 3, 0, 9, 9, block()).frame(), Subscribe(
-        1, 5, np.array([2]), np.array([1]), np.array([0]), None, "", 5).frame()]  # fmt: skip
+    frames = [whole.frame(), Subscribe(1, 5, np.array([2]), np.array([1]), np.array([0]), None, "", 5).frame()]
     for buffers in frames:
         header, body = there(buffers)
         for _ in range(200):
@@ -120,8 +92,6 @@ def test_what_is_damaged_is_refused_or_read_within_its_bounds(seed: int) -> None
             try:
                 if header.kind == Kind.WINDOW:
                     WindowFrame.of(changed, damaged, RANGES)
-                elif header.kind == Kind.RANGE_ROWS:
-                    RangePart.of(changed, damaged, RANGES)
                 else:
                     Subscribe.of(changed, damaged, RANGES)
             except FrameError:

@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from coordinator.core.view import View
 from elasticps.kernels.progress import take_positions
 from elasticps.model.key_share import ALL_KEYS, KeyShare
-from elasticps.wire.windows import RangePart, ReadRange, Subscribe, Subscribed, WindowFrame
+from elasticps.wire.range_parts import ALL_TABLES, RangePart, ReadCursor, ReadRange
+from elasticps.wire.windows import Subscribe, Subscribed, WindowFrame
 from replication.chain import Member, Ranges
 
 READS_AT_ONCE = 2  # of one server
 ROWS_AT_ONCE = 8192
 NOBODY = -1
-HASH_END = 1 << 62
 
 
 class Wishes(NamedTuple):
@@ -64,8 +64,8 @@ class Feed:
     window: int = 0  # number of the newest one
     listed: bool = False  # it has said which tables there are
     tables: dict[int, None] = field(default_factory=dict)  # that it has
-    unread: deque[tuple[int, int]] = field(default_factory=deque)  # ranges and tables to read
-    reading: dict[int, tuple[int, int]] = field(default_factory=dict)  # by request: range and table
+    unread: deque[int] = field(default_factory=deque)  # ranges to read
+    reading: dict[int, tuple[int, ReadCursor]] = field(default_factory=dict)  # by request: range, and from where on
     unlisted: set[int] = field(default_factory=set)  # ranges to read, as soon as it has listed its tables
     unacknowledged: Unacknowledged = field(default_factory=Unacknowledged)
     fine_ms: int = 0  # of the next SUBSCRIBE
@@ -201,7 +201,7 @@ class Following:
         self.exact[unknown] = False
         self.fills += len(unknown)
         feed.unlisted |= set(unknown.tolist())
-        feed.unread = deque(one for one in feed.unread if one[0] not in feed.unlisted)
+        feed.unread = deque(r for r in feed.unread if r not in feed.unlisted)
         feed.reading = {request: one for request, one in feed.reading.items() if one[0] not in feed.unlisted}
         return not newest or len(named) == len(feed.ranges)
 
@@ -240,8 +240,9 @@ class Following:
             for r in sorted(feed.unlisted):
                 if self.heard[r] >= 0:
                     feed.unlisted.discard(r)
-                    feed.unread += [(r, table) for table in feed.tables]
-                    if not feed.tables:
+                    if feed.tables:
+                        feed.unread.append(r)
+                    else:
                         self._read(feed, r)
         return self._ask(feed)
 
@@ -252,18 +253,14 @@ class Following:
         one = feed.reading.pop(rows.request, None)
         if one is None:
             return False, self._ask(feed)
-        r, table = one
-        if rows.range != r or rows.block.table != table:
-            raise OutOfOrder(f"server {feed.member.name} sends another range than was asked for")
-        counts = bool(self._owner[r] == feed.slot)
-        if not counts:
+        if one != (rows.range, rows.start):
+            raise OutOfOrder(f"server {feed.member.name} sends another part of a range than was asked for")
+        if self._owner[rows.range] != feed.slot:
             return False, self._ask(feed)
-        if rows.next_place and not rows.missing:
-            return True, [self._request(feed, r, table, rows.next_place)]
-        waits = any(other == r for other, _ in (*feed.unread, *feed.reading.values()))
-        if not waits:
-            self._read(feed, r)
-        return not rows.missing, self._ask(feed)
+        if rows.end < ALL_TABLES:
+            return True, [self._request(feed, rows.range, rows.end)]
+        self._read(feed, rows.range)
+        return True, self._ask(feed)
 
     def _read(self, feed: Feed, r: int) -> None:
         """All of a range is here. Some of its rows may be newer than `heard` says, until the next window."""
@@ -273,10 +270,10 @@ class Following:
     def _ask(self, feed: Feed) -> list[ReadRange]:
         requests = []
         while feed.unread and len(feed.reading) < READS_AT_ONCE:
-            requests.append(self._request(feed, *feed.unread.popleft(), 0))
+            requests.append(self._request(feed, feed.unread.popleft(), ReadCursor(0)))
         return requests
 
-    def _request(self, feed: Feed, r: int, table: int, place: int) -> ReadRange:
+    def _request(self, feed: Feed, r: int, start: ReadCursor) -> ReadRange:
         self._requests += 1
-        feed.reading[self._requests] = r, table
-        return ReadRange(self._requests, self.epoch, table, r, place, ROWS_AT_ONCE)
+        feed.reading[self._requests] = r, start
+        return ReadRange(self._requests, self.epoch, r, ROWS_AT_ONCE, start)

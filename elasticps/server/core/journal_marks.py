@@ -53,7 +53,7 @@ class JournalMarks:
 
         positions: the numbers that the reader has; seqs: those of the ranges now; end, oldest: of the journal."""
         found = np.full(len(ranges), -1, np.int64)
-        found[positions == seqs] = end
+        found[(positions == seqs) & (positions >= 0)] = end  # both may lack it: a relay that reads it itself
         left = (positions >= 0) & (positions < seqs)
         for mark in reversed(self._marks):
             if mark.position < oldest or not left.any():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import NamedTuple
 
@@ -23,13 +23,14 @@ from elasticps.server.core.requests import Body, RequestError
 from elasticps.server.network.connection import Connection, Handler
 from elasticps.server.roles.change_journal import ChangeJournal
 from elasticps.server.roles.context import Context
-from elasticps.server.roles.range_parts import missing_part, part_of
+from elasticps.server.roles.range_parts import ReadTable, part_of
 from elasticps.server.roles.sent_state import SentState
 from elasticps.store import Table
 from elasticps.store.codec import Codec
 from elasticps.store.journal import T_KEYS, Journal, followed_tables
 from elasticps.wire.frames import Buffer, FrameError, Header, Kind
-from elasticps.wire.windows import MOST_STRETCH, ReadRange, Subscribe, Subscribed, window_frame
+from elasticps.wire.range_parts import ReadRange
+from elasticps.wire.windows import MOST_STRETCH, Subscribe, Subscribed, window_frame
 from replication.chain import Ranges
 from replication.messages import Seqs
 
@@ -413,17 +414,18 @@ class ReaderFeeds:
     # --- rows of a range --------------------------------------------------------------------------------------------
 
     def _answer(self, reader: AttachedReader, request: ReadRange) -> None:
-        """Sends a part of a range: as many rows as asked for, and as fit."""
-        table, r = self._store.live.get(request.table), request.range
+        """Sends a part of a range: as many rows as asked for, and as fit, of the tables that the reader knows."""
+        answer = part_of(self._readable(reader), request, self._serving.epoch, self._serving.ranges)
+        self._queue(reader, answer.frame(), np.array([request.range]))
+
+    def _readable(self, reader: AttachedReader) -> Iterator[ReadTable]:
         wants = reader.wants
         assert wants is not None
-        codec, epoch = reader.sent.tables.get(request.table), self._serving.epoch
-        if table is None or codec is None or table.app != reader.connection.app:
-            answer = missing_part(request, epoch, self._serving.ranges)
-        else:
-            share = wants.share.for_shape(table.spec.shape)
-            answer = part_of(table, request, epoch, share, max(codec.code, 0), codec.words)
-        self._queue(reader, answer.frame(), np.array([r]))
+        for number, codec in sorted(reader.sent.tables.items()):
+            table = self._store.live.get(number)
+            if table is not None and table.app == reader.connection.app:
+                share = wants.share.for_shape(table.spec.shape)
+                yield ReadTable(number, table, share, max(codec.code, 0), codec.words)
 
 
 def _codec(table: Table, dtype: str) -> Codec:
