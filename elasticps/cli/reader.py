@@ -48,8 +48,8 @@ def reader(
     name: Annotated[
         str,
         typer.Option(
-            help="By which servers log it, and `elasticps status` lists it.  \\[default: the certificate's, or host and "
-            "process]"
+            help="By which servers log it, and `elasticps status` lists it.  \\[default: the certificate's, or host "
+            "and process]"
         ),
     ] = "",
     host: Annotated[str, typer.Option(callback=usable_host, help="Address to listen on.")] = "127.0.0.1",
