@@ -43,7 +43,10 @@ def publish(
     share: Annotated[
         str, typer.Option(metavar="K/N", help="Of the keys of tables only this share, as 2/8, to a place of its own.")
     ] = "",
-    name: Annotated[str, typer.Option(help="By which servers log it.  \\[default: host and process]")] = "",
+    name: Annotated[
+        str,
+        typer.Option(help="By which servers log it, and `elasticps status` lists it.  \\[default: host and process]"),
+    ] = "",
     report: Annotated[float, typer.Option(min=0.1, help="Seconds from one line about its lag to the next.")] = 10.0,
     once: Annotated[bool, typer.Option(help="End when all rows are there, and do not follow.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print lines of JSON.")] = False,
@@ -51,7 +54,7 @@ def publish(
         float,
         typer.Option(
             min=0.1,
-            help="Seconds to wait for the cluster at the start; with --once also for a target that takes no rows.",
+            help="Seconds for the first reading of all rows; with --once also for a target that takes none.",
         ),
     ] = 30.0,
     log_level: LogLevel = "info",

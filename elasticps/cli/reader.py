@@ -46,7 +46,11 @@ def reader(
         str, typer.Option(metavar="K/N", help="Of the keys of tables only this share, as 2/8: the second of eight.")
     ] = "",
     name: Annotated[
-        str, typer.Option(help="By which servers log it.  \\[default: the certificate's, or host and process]")
+        str,
+        typer.Option(
+            help="By which servers log it, and `elasticps status` lists it.  \\[default: the certificate's, or host "
+            "and process]"
+        ),
     ] = "",
     host: Annotated[str, typer.Option(callback=usable_host, help="Address to listen on.")] = "127.0.0.1",
     grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the gRPC service; 0: any free one.")] = 0,
@@ -55,7 +59,10 @@ def reader(
         typer.Option(min=0, max=65535, help="Port of /metrics, /healthz and /readyz, at the host; 0: any free one."),
     ] = 0,
     listen: Annotated[
-        str, typer.Option(help="Answer pulls of eps.remote_reader here, HOST:PORT; port 0: any free one.")
+        str,
+        typer.Option(
+            help="Answer eps.remote_reader, and feed readers that follow this one, at HOST:PORT; port 0: any free one."
+        ),
     ] = "",
     max_age: Annotated[str, typer.Option(help="It is not ready while its rows are older: 0.5s, 60s, 5m.")] = "60s",
     insecure: Annotated[

@@ -50,6 +50,16 @@ def make_again(ps: eps.Client, dim: int, rng: np.random.Generator) -> eps.Sparse
 
 
 @contextmanager
+def followed(url: str, rng: np.random.Generator) -> Iterator[tuple[eps.Client, eps.SparseTable, eps.Reader]]:
+    """A worker, the table that it has pushed to, and a reader beside it that knows the table."""
+    with eps.connect(url, worker="w0") as ps, eps.reader(url, every=0.005) as reader:
+        users = table_of(ps)
+        push(ps, users, rng)
+        eventually(lambda: "users" in reader.tables)
+        yield ps, users, reader
+
+
+@contextmanager
 def training(ps: eps.Client, table: eps.SparseTable) -> Iterator[Callable[[], int]]:
     """Pushes all the time; how often so far."""
     count, stop, failed = [0], threading.Event(), list[Exception]()
@@ -170,10 +180,7 @@ def test_listeners_get_all_rows_and_then_each_window(cluster: eps.LocalCluster) 
 
 def test_a_reader_goes_on_when_a_tail_dies_and_when_ranges_move(own: eps.LocalCluster) -> None:
     rng = np.random.default_rng(4)
-    with eps.connect(own.url, worker="w0") as ps, eps.reader(own.url, every=0.005) as reader:
-        users = table_of(ps)
-        push(ps, users, rng)
-        eventually(lambda: "users" in reader.tables)
+    with followed(own.url, rng) as (ps, users, reader):
         with training(ps, users) as count:
             eventually(lambda: count() > 20)
             own.kill("s1")

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 import elasticps as eps
-from tests.e2e.test_readers import KEYS, push, shows, table_of, training
+from tests.e2e.test_readers import KEYS, followed, push, shows, table_of, training
 from tests.e2e.test_readers_through_changes import equals
 from tests.waiting import eventually
 
@@ -62,10 +62,7 @@ def test_two_shares_have_every_row_once_through_a_drain_and_growth(own: eps.Loca
 
 def test_an_empty_etcd_is_followed_when_the_cluster_is_there_again(own: eps.LocalCluster) -> None:
     rng = np.random.default_rng(22)
-    with eps.connect(own.url, worker="w0") as ps, eps.reader(own.url, every=0.005) as reader:
-        users = table_of(ps)
-        push(ps, users, rng)
-        eventually(lambda: "users" in reader.tables)
+    with followed(own.url, rng) as (ps, users, reader):
         eventually(shows(reader, users))
         last, admin = users.pull(KEYS), own.servers[0].admin
         own.stop_etcd()

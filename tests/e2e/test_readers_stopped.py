@@ -24,7 +24,7 @@ from elasticps.cli.status import look
 from elasticps.readers.pull_server import PullServer
 from elasticps.server.roles.readers import CREDIT_BYTES, JOURNAL_WORDS
 from elasticps.store.journal import ENTRY_BYTES, FRAME_BYTES
-from tests.e2e.test_readers import DIM, KEYS, make_again, push, shows, table_of, training
+from tests.e2e.test_readers import DIM, KEYS, followed, make_again, push, shows, table_of, training
 from tests.e2e.test_readers_through_changes import equals
 from tests.processes import process, reader_process
 from tests.waiting import eventually
@@ -231,9 +231,7 @@ def test_a_checkpoint_of_other_shapes_is_shown_to_nobody_as_the_table_s_rows(
     """A table was made again, wider; a reader is pinned to the narrow one, and who pulls numbers is told so."""
     rng = np.random.default_rng(24)
     place = f"file://{tmp_path}/checkpoints"
-    with eps.connect(own.url, worker="w0") as ps, eps.reader(own.url, every=0.005) as first:
-        users = table_of(ps)
-        push(ps, users, rng)
+    with followed(own.url, rng) as (ps, users, first):
         narrow = users.pull(KEYS)
         eventually(shows(first, users))
         made = [sys.executable, "-m", "elasticps", "checkpoint", "create", place, "--url", own.url]

@@ -21,7 +21,7 @@ from elasticps.model.key_share import ALL_KEYS, KeyShare
 from elasticps.readers.pull_server import PullServer
 from elasticps.serving.client import LookupClient, lookup
 from elasticps.store.journal import first_outside, keys_within
-from tests.e2e.test_readers import KEYS, push, shows, table_of
+from tests.e2e.test_readers import KEYS, followed, push, shows, table_of
 from tests.processes import reader_process
 from tests.waiting import eventually
 
@@ -126,25 +126,23 @@ def test_a_fleet_of_shares_has_every_row_once(own: eps.LocalCluster) -> None:
 
 def test_a_relay_feeds_the_shares_that_it_has(own: eps.LocalCluster) -> None:
     rng = np.random.default_rng(2)
-    with eps.connect(own.url, worker="w0") as ps, eps.reader(own.url, every=0.005) as first:
-        users = table_of(ps)
-        push(ps, users, rng)
-        with (
-            PullServer(first, "127.0.0.1", 0) as relay,
-            eps.reader(f"reader://{relay.address}", share=(2, OF), every=0.005) as second,
-        ):
-            for _ in range(10):
+    with (
+        followed(own.url, rng) as (ps, users, first),
+        PullServer(first, "127.0.0.1", 0) as relay,
+        eps.reader(f"reader://{relay.address}", share=(2, OF), every=0.005) as second,
+    ):
+        for _ in range(10):
+            push(ps, users, rng)
+        users.delete(KEYS[:300])
+        eventually(shows_share(second, users, 2))
+        eventually(lambda: second.stats().rows == int((~missing(first)[OWNERS == 2]).sum()))
+        with PullServer(second, "127.0.0.1", 0) as part:
+            for share in (None, (1, OF), (2, OF + 1)):
+                with pytest.raises(eps.ConfigError, match="has share 2/3 of all keys, and not"):
+                    eps.reader(f"reader://{part.address}", share=share, timeout=10)
+            with eps.reader(f"reader://{part.address}", share=(2, OF), every=0.005) as third:
                 push(ps, users, rng)
-            users.delete(KEYS[:300])
-            eventually(shows_share(second, users, 2))
-            eventually(lambda: second.stats().rows == int((~missing(first)[OWNERS == 2]).sum()))
-            with PullServer(second, "127.0.0.1", 0) as part:
-                for share in (None, (1, OF), (2, OF + 1)):
-                    with pytest.raises(eps.ConfigError, match="has share 2/3 of all keys, and not"):
-                        eps.reader(f"reader://{part.address}", share=share, timeout=10)
-                with eps.reader(f"reader://{part.address}", share=(2, OF), every=0.005) as third:
-                    push(ps, users, rng)
-                    eventually(shows_share(third, users, 2))
+                eventually(shows_share(third, users, 2))
 
 
 def missing(reader: eps.Reader) -> NDArray[np.bool_]:
