@@ -49,10 +49,12 @@ class RoundCost:
 @dataclass(frozen=True)
 class DelayCost:
     """A step of each worker under bounded delay: milliseconds of CPU at the head, and frames, means over all steps.
-    waits: questions of workers whose pulls wait; asks: of the head, where workers are; reports: answers to these."""
+    waits: questions of workers whose pulls wait; asks: of the head, where workers are; reports: answers to these.
+    begin_ms: what it takes a new head until it has heard of all workers."""
 
     staleness: int
     workers: int
+    begin_ms: float
     cpu_ms: float
     waits: float
     asks: float
@@ -366,8 +368,9 @@ def delays(*, staleness: int, servers: int, ranges: int, workers: int, count: in
 async def _delays(loop: _Loop, staleness: int, servers: int, ranges: int, workers: int, count: int) -> DelayCost:
     head = GroupHead(loop, servers, ranges, workers)
     await head.connect(list(range(1, workers + 1)))
-    story = _DelayedStory(head, staleness)
+    story, head.cpu_s = _DelayedStory(head, staleness), 0.0
     await story.join()
+    begin_ms = round(1e3 * head.cpu_s, 1)
     for _ in range(staleness + 1):
         await story.step()
     story.waits = story.asks = story.reports = 0
@@ -376,6 +379,6 @@ async def _delays(loop: _Loop, staleness: int, servers: int, ranges: int, worker
         await story.step()
     head.server.close()
     return DelayCost(
-        staleness, workers, round(1e3 * head.cpu_s / count, 2),
+        staleness, workers, begin_ms, round(1e3 * head.cpu_s / count, 2),
         *(round(each / count, 1) for each in (story.waits, story.asks, story.reports)),
     )  # fmt: skip

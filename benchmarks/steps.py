@@ -94,6 +94,7 @@ def run(
             ("a worker", lambda line: f"{1e3 * line[1] / workers:,.1f} µs"),
             ("frames received", lambda line: f"{line[2]:,.0f}"), ("sent", lambda line: f"{line[3]:,.0f}"),
         ]),
+        f"under bounded delay a new head took {min(cost.begin_ms for cost in delayed):,.0f} ms to hear of all workers",
     ]  # fmt: skip
     return Result(StepCosts(pushes, one, delayed), shown)
 
