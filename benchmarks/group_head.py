@@ -132,7 +132,7 @@ class _Wire(asyncio.Transport):
         pass
 
 
-class _Loop(asyncio.SelectorEventLoop):
+class _SocketlessLoop(asyncio.SelectorEventLoop):
     """Gives who dials a transport without a socket."""
 
     add_reader = asyncio.AbstractEventLoop.add_reader  # so that the server has the loop dial, not compiled code
@@ -157,7 +157,7 @@ class GroupHead:
     """The server, and the wires to it: of workers by id, and of the servers that it has dialled. cpu_s: what it has
     taken so far."""
 
-    def __init__(self, loop: _Loop, servers: int, ranges: int, workers: int) -> None:
+    def __init__(self, loop: _SocketlessLoop, servers: int, ranges: int, workers: int) -> None:
         self.cpu_s = 0.0
         self._written: list[_Wire] = []
         self.links: list[_Wire] = []
@@ -206,8 +206,8 @@ def _packed(header: Header, request: int, body: Buffer = b"") -> bytes:
     return header._replace(request=request, epoch=EPOCH, body=len(body)).pack() + body
 
 
-def _run(work: Callable[[_Loop], Any]) -> Any:
-    loop = _Loop()
+def _run(work: Callable[[_SocketlessLoop], Any]) -> Any:
+    loop = _SocketlessLoop()
     try:
         return loop.run_until_complete(work(loop))
     finally:
@@ -222,7 +222,7 @@ def rounds(*, servers: int, ranges: int, workers: int, count: int) -> RoundCost:
     return cast(RoundCost, _run(lambda loop: _rounds(loop, servers, ranges, workers, count)))
 
 
-async def _rounds(loop: _Loop, servers: int, ranges: int, workers: int, count: int) -> RoundCost:
+async def _rounds(loop: _SocketlessLoop, servers: int, ranges: int, workers: int, count: int) -> RoundCost:
     head = GroupHead(loop, servers, ranges, workers)
     ids = list(range(1, workers + 1))
     await head.connect(ids)
@@ -365,7 +365,9 @@ def delays(*, staleness: int, servers: int, ranges: int, workers: int, count: in
     return cast(DelayCost, _run(lambda loop: _delays(loop, staleness, servers, ranges, workers, count)))
 
 
-async def _delays(loop: _Loop, staleness: int, servers: int, ranges: int, workers: int, count: int) -> DelayCost:
+async def _delays(
+    loop: _SocketlessLoop, staleness: int, servers: int, ranges: int, workers: int, count: int
+) -> DelayCost:
     head = GroupHead(loop, servers, ranges, workers)
     await head.connect(list(range(1, workers + 1)))
     story, head.cpu_s = _DelayedStory(head, staleness), 0.0

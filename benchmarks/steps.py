@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from rich.table import Table
 
 from benchmarks.group_head import DelayCost, RoundCost, delays, rounds, view_of
 from benchmarks.runner import Progress, Result, silent, table
@@ -36,7 +37,7 @@ _WARM_UP = 10  # pushes before
 
 
 @dataclass(frozen=True)
-class PushCost:
+class WorkerPushCost:
     """A push of 64 random rows at its worker. frames: that it makes; heads: of the ranges that its rows are in, means
     of all; most_more: by how many frames they were more than these heads, at most; push_ms, answers_ms: medians of
     its CPU time, and of that of handling the answers."""
@@ -54,7 +55,7 @@ class PushCost:
 class StepCosts:
     """Pushes by the number of servers, and the head of a group range among the most of these."""
 
-    pushes: list[PushCost]
+    pushes: list[WorkerPushCost]
     round: RoundCost
     delays: list[DelayCost]
 
@@ -68,7 +69,7 @@ def run(
     *, servers: Sequence[int] = SERVERS, workers: int = WORKERS, count: int = ROUNDS, progress: Progress = silent
 ) -> Result:
     """Measures pushes with each number of servers, then the head with the most servers, and so many workers."""
-    pushes = list[PushCost]()
+    pushes = list[WorkerPushCost]()
     for number in servers:
         progress(f"a worker of {number:,} servers")
         pushes.append(_pushes(number, _PUSHES * count))
@@ -79,7 +80,7 @@ def run(
     for staleness in STALENESS:
         progress(f"bounded delay of {workers:,} workers, staleness {staleness}")
         delayed.append(delays(staleness=staleness, servers=most, ranges=ranges_for(most), workers=workers, count=count))
-    shown = [
+    shown: list[Table | str] = [
         table(f"a worker's push of {ROWS} random rows of {DIM} floats: CPU time", pushes, [
             ("servers", lambda cost: f"{cost.servers:,}"), ("ranges", lambda cost: f"{cost.ranges:,}"),
             ("heads touched", lambda cost: f"{cost.heads:.1f}"), ("frames", lambda cost: f"{cost.frames:.1f}"),
@@ -137,7 +138,7 @@ class _Worker:
         return found
 
 
-def _pushes(servers: int, count: int) -> PushCost:
+def _pushes(servers: int, count: int) -> WorkerPushCost:
     view = view_of(servers, ranges_for(servers))
     worker, drawn = _Worker(view), np.random.default_rng(servers)
     home = worker.routes.members[view.heads[home_range(_WORKER, view.ranges)]]
@@ -164,7 +165,7 @@ def _pushes(servers: int, count: int) -> PushCost:
     def median_ms(seconds: list[float]) -> float:
         return round(1e3 * float(np.median(seconds[_WARM_UP:])), 4)
 
-    return PushCost(
+    return WorkerPushCost(
         servers, view.ranges, round(float(np.mean(frames)), 2), round(float(np.mean(heads)), 2), max(more),
         median_ms(push_s), median_ms(answers_s),
     )  # fmt: skip
