@@ -3,48 +3,26 @@
 from __future__ import annotations
 
 import enum
-import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from benchmarks.runner import Result
+from benchmarks import cli_scale
+from benchmarks.output import Json, print_result, progress
 from elasticps.cli.output import sigterm_interrupts
 
 app = typer.Typer(help="Measure this machine, and elasticps on it.", no_args_is_help=True)
+app.add_typer(cli_scale.app)
 
-
-@app.callback()
-def _ends_as_by_ctrl_c(context: typer.Context) -> None:
-    context.with_resource(sigterm_interrupts())
-
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Servers = Annotated[int, typer.Option(min=1, max=16, help="Servers of the local cluster.")]
 Tls = Annotated[bool, typer.Option("--tls", help="With TLS, certificates required of everybody.")]
 Seconds = Annotated[float, typer.Option(min=0.1, help="Time spent on each line.")]
 
 
-def _progress(text: str) -> None:
-    Console(stderr=True).print(f"[dim]{text}…[/dim]")
-
-
-def _print(result: Result, as_json: bool) -> None:
-    """Prints a result: as JSON, or as tables and lines for people."""
-    if as_json:
-        typer.echo(json.dumps(result.document, indent=2))
-    else:
-        out = Console(width=None if sys.stdout.isatty() else 120)
-        for part in result.shown:
-            if isinstance(part, str):
-                typer.echo(part)
-            else:
-                out.print(part)
-    if not result.ok:
-        raise typer.Exit(1)
+@app.callback()
+def _ends_as_by_ctrl_c(context: typer.Context) -> None:
+    context.with_resource(sigterm_interrupts())
 
 
 @app.command()
@@ -64,10 +42,10 @@ def sparse(
     """Pull and push rows of a sparse table with Adagrad."""
     from benchmarks import speed
 
-    _print(
+    print_result(
         speed.sparse(
             batches=batch or speed.BATCHES, rows=rows, dim=dim, servers=servers, replicas=replicas or [1],
-            window=window, tls=tls, seconds=seconds, progress=_progress,
+            window=window, tls=tls, seconds=seconds, progress=progress,
         ),
         as_json,
     )  # fmt: skip
@@ -83,7 +61,9 @@ def dense(
     """Pull and push dense tensors with SGD."""
     from benchmarks import speed
 
-    _print(speed.dense(sizes_mb=size or speed.SIZES_MB, servers=servers, seconds=seconds, progress=_progress), as_json)
+    print_result(
+        speed.dense(sizes_mb=size or speed.SIZES_MB, servers=servers, seconds=seconds, progress=progress), as_json
+    )
 
 
 class Model(enum.StrEnum):
@@ -116,10 +96,10 @@ def train(
 
     if line:
         model, workers, replicas, servers, batch = [Model.DEEPFM], [1], [2], 3, 256
-    _print(
+    print_result(
         bench.run(
             models=model or list(Model), workers=workers or bench.WORKERS, replicas=replicas or bench.REPLICAS,
-            servers=servers, batch=batch, seconds=seconds, progress=_progress,
+            servers=servers, batch=batch, seconds=seconds, progress=progress,
         ),
         as_json,
     )  # fmt: skip
@@ -146,7 +126,7 @@ def failover(
     """
     from benchmarks import failover as bench
 
-    _print(bench.run(kills=kills, stop=signal is Signal.STOP, rows=rows, tls=tls, progress=_progress), as_json)
+    print_result(bench.run(kills=kills, stop=signal is Signal.STOP, rows=rows, tls=tls, progress=progress), as_json)
 
 
 @app.command()
@@ -159,7 +139,7 @@ def checkpoint(
     """What a checkpoint costs a worker that pulls and pushes all the time, and how fast it is written."""
     from benchmarks import checkpoint as bench
 
-    _print(bench.run(rows=rows, servers=servers, seconds=seconds, progress=_progress), as_json)
+    print_result(bench.run(rows=rows, servers=servers, seconds=seconds, progress=progress), as_json)
 
 
 @app.command()
@@ -181,9 +161,9 @@ def traffic(
     over slow links, and AUC or accuracy beside that without them."""
     from benchmarks import traffic as bench
 
-    _print(
+    print_result(
         bench.run(
-            filters=filters or (), mbit=mbit or bench.MBIT, seeds=seeds, steps=steps, batch=batch, progress=_progress
+            filters=filters or (), mbit=mbit or bench.MBIT, seeds=seeds, steps=steps, batch=batch, progress=progress
         ),
         as_json,
     )
@@ -201,8 +181,8 @@ def prefetch(
     """What looking ahead saves on a link with a delay: samples/s of DLRM, beside rows that never leave the worker."""
     from benchmarks.traffic import prefetching
 
-    _print(
-        prefetching(delay_ms=delay, batches=batches, batch=batch, steps=steps, turns=turns, progress=_progress), as_json
+    print_result(
+        prefetching(delay_ms=delay, batches=batches, batch=batch, steps=steps, turns=turns, progress=progress), as_json
     )
 
 
@@ -221,7 +201,7 @@ def elastic(
     """
     from benchmarks import elastic as bench
 
-    _print(bench.run(rows=rows, batch=batch, rate=rate, progress=_progress), as_json)
+    print_result(bench.run(rows=rows, batch=batch, rate=rate, progress=progress), as_json)
 
 
 class ReaderDtype(enum.StrEnum):
@@ -253,9 +233,9 @@ def readers(
 
     found = bench.run(
         every_ms=every, rows=rows, layers=layers, skew=skew, dtype=None if dtype is None else dtype.value, turns=turns,
-        seconds=seconds, progress=_progress,
+        seconds=seconds, progress=progress,
     )  # fmt: skip
-    _print(found, as_json)
+    print_result(found, as_json)
 
 
 @app.command("reader-cost")
@@ -277,60 +257,9 @@ def reader_cost(
 
     found = bench.run(
         model.value, workers=workers, servers=servers, batch=batch, every_ms=every,
-        dtype=None if dtype is None else dtype.value, turns=turns, seconds=seconds, progress=_progress,
+        dtype=None if dtype is None else dtype.value, turns=turns, seconds=seconds, progress=progress,
     )  # fmt: skip
-    _print(found, as_json)
-
-
-@app.command()
-def control(
-    servers: Annotated[int, typer.Option(min=4, max=4096, help="How many.")] = 100,
-    ranges: Annotated[int, typer.Option(min=16, max=1 << 16, help="How many; a power of two.")] = 1024,
-    workers: Annotated[int, typer.Option(min=1, max=100_000, help="How many.")] = 1000,
-    rounds: Annotated[int, typer.Option(min=1, help="Times that each is done.")] = 200,
-    as_json: Json = False,
-) -> None:
-    """What a view costs to send, to adopt and to plan. No process is started."""
-    from benchmarks import control as bench
-
-    if ranges & (ranges - 1):
-        raise typer.BadParameter(f"--ranges is a power of two, got {ranges}")
-    _print(bench.run(servers=servers, ranges=ranges, workers=workers, rounds=rounds, progress=_progress), as_json)
-
-
-@app.command("servers")
-def many_servers(
-    servers: Annotated[
-        list[int] | None, typer.Option(min=1, max=64, help="May be given several times.  \\[default: 3, 20]")
-    ] = None,
-    heads: Annotated[int, typer.Option(min=1, max=64, help="Servers whose ranges a push has rows for.")] = 4,
-    workers: Annotated[int, typer.Option(min=1, max=1000, help="Each has one push under way.")] = 50,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of each; the one in the middle is shown.")] = 3,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Time spent on each turn.")] = 5.0,
-    as_json: Json = False,
-) -> None:
-    """What a push of 64 rows costs the servers by how many there are, where it touches a few of them."""
-    from benchmarks import many_servers as bench
-
-    _print(
-        bench.run(
-            servers=servers or (3, 20), heads=heads, workers=workers, rounds=rounds, seconds=seconds, progress=_progress
-        ),
-        as_json,
-    )
-
-
-@app.command()
-def idle(
-    workers: Annotated[int, typer.Option(min=1, max=1000, help="Each has a table and does nothing.")] = 50,
-    processes: Annotated[int, typer.Option(min=1, max=64, help="Processes that they are in.")] = 2,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Time that is measured.")] = 20.0,
-    as_json: Json = False,
-) -> None:
-    """What workers cost that do nothing: processor time of each, and of etcd."""
-    from benchmarks import idle as bench
-
-    _print(bench.run(workers=workers, processes=min(processes, workers), seconds=seconds, progress=_progress), as_json)
+    print_result(found, as_json)
 
 
 @app.command()
@@ -345,7 +274,9 @@ def tables(
     """Many tables in one layer, with one pull and one push a step, beside as many layers: the worker's CPU time."""
     from benchmarks import tables as bench
 
-    _print(bench.run(tables=count, batch=batch, dim=dim, servers=servers, seconds=seconds, progress=_progress), as_json)
+    print_result(
+        bench.run(tables=count, batch=batch, dim=dim, servers=servers, seconds=seconds, progress=progress), as_json
+    )
 
 
 @app.command()
@@ -357,7 +288,7 @@ def memory(
     """Memory that a server takes for each row."""
     from benchmarks import server
 
-    _print(server.memory(rows=rows, dim=dim, progress=_progress), as_json)
+    print_result(server.memory(rows=rows, dim=dim, progress=progress), as_json)
 
 
 @app.command()
@@ -365,7 +296,7 @@ def startup(as_json: Json = False) -> None:
     """Time from starting a server to its being registered, kernels warm."""
     from benchmarks import server
 
-    _print(server.startup(progress=_progress), as_json)
+    print_result(server.startup(progress=progress), as_json)
 
 
 @app.command()
@@ -373,7 +304,7 @@ def store(as_json: Json = False) -> None:
     """Lookup, gather and Adagrad on one core, without sockets."""
     from benchmarks import server
 
-    _print(server.store(progress=_progress), as_json)
+    print_result(server.store(progress=progress), as_json)
 
 
 @app.command()
@@ -395,10 +326,10 @@ def allreduce(
     the bandwidths of this machine say."""
     from benchmarks import allreduce as bench
 
-    _print(
+    print_result(
         bench.run(
             sizes_mb=size or bench.SIZES_MB, processes=processes or bench.PROCESSES, servers=servers or bench.SERVERS,
-            steps=steps, progress=_progress,
+            steps=steps, progress=progress,
         ),
         as_json,
     )  # fmt: skip
@@ -417,8 +348,8 @@ def groups(
     clicks that are made up, and a model whose weights are all dense."""
     from benchmarks import groups as bench
 
-    _print(
-        bench.run(processes=processes, mbit=mbit, batch=batch, dim=dim, seconds=seconds, progress=_progress), as_json
+    print_result(
+        bench.run(processes=processes, mbit=mbit, batch=batch, dim=dim, seconds=seconds, progress=progress), as_json
     )
 
 
@@ -441,10 +372,10 @@ def stream(
     """A stream whose ids churn: a table that keeps them all beside one that grows and forgets: rows, bytes, AUC."""
     from benchmarks import stream as bench
 
-    _print(
+    print_result(
         bench.run(
             ids=ids, hours=hours, hour_s=hour_s, churn=churn, batch=batch, steps=steps, share=share,
-            min_count=min_count, servers=servers, picture=picture, progress=_progress,
+            min_count=min_count, servers=servers, picture=picture, progress=progress,
         ),
         as_json,
     )  # fmt: skip
@@ -475,10 +406,10 @@ def compare(
     and elasticps: samples/s, CPU time, memory of a row, AUC, and what `kill -9` of a process that holds rows does."""
     from benchmarks import compare as bench
 
-    _print(
+    print_result(
         bench.run(
             names=contestant or (), batches=batch or bench.BATCHES, rounds=rounds, steps=steps, most_values=values,
-            deaths=deaths, folder=environment, page=markdown, progress=_progress,
+            deaths=deaths, folder=environment, page=markdown, progress=progress,
         ),
         as_json,
     )  # fmt: skip

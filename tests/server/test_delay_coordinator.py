@@ -10,6 +10,7 @@ import pytest
 
 from coordinator.core.view import RosterChange, WorkerInfo
 from elasticps.server.core.active_workers import ActiveWorkers
+from elasticps.server.core.application_clocks import ApplicationClocks
 from elasticps.server.core.delay_coordinator import DelayCoordinator
 from elasticps.wire.delay import AskClockHeader, ReleasedHeader, ReportClock
 from elasticps.wire.frames import Buffer, FrameError, Kind, unpack_header
@@ -257,6 +258,24 @@ def test_a_paused_worker_is_waited_for_by_nobody_until_it_joins_again() -> None:
     scene.join(2, 4)
     scene.report(1, 5, floor=5, request=2)
     assert scene.clocks_of(1) == [4]
+
+
+def test_a_new_head_looks_once_at_those_that_are_not_connected_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene, to_ask, found = Scene(*[3] * 50), ApplicationClocks.to_ask, list[tuple[int, int]]()
+    scene.has_released()
+    scene.begin()
+
+    def counted(clocks: ApplicationClocks, floor: int) -> list[tuple[int, int]]:
+        new = to_ask(clocks, floor)
+        found.extend(new)
+        return new
+
+    monkeypatch.setattr(ApplicationClocks, "to_ask", counted)
+    for worker in scene.workers:
+        scene.join(worker, 3)
+        scene.report(worker, 3, floor=3, request=2)
+    assert [scene.clocks_of(worker) for worker in scene.workers] == [[3]] * 50
+    assert len(found) <= 2 * 50
 
 
 def test_a_head_that_has_missed_a_view_begins_again() -> None:

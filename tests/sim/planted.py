@@ -300,6 +300,10 @@ ALONE: dict[Patch, tuple[str, str]] = {
         "server.test_delay_coordinator",
         "test_a_pull_waits_until_all_have_committed_what_it_needs",
     ),
+    delay.ask_nobody_who_connects_again: (
+        "server.test_delay_coordinator",
+        "test_one_that_is_not_connected_is_waited_for_and_asked_when_it_is",
+    ),
     delay.release_without_a_proof: (
         "server.test_delay_coordinator",
         "test_a_rise_is_told_when_the_head_has_proved_that_it_is_one",

@@ -104,6 +104,19 @@ def ask_nobody_twice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ApplicationClocks, "report", mutant)
 
 
+def ask_nobody_who_connects_again(patch: pytest.MonkeyPatch) -> None:
+    join = ApplicationClocks.join
+
+    def mutant(self: ApplicationClocks, worker: int, base: int) -> None:
+        owes = worker in self._owing
+        join(self, worker, base)
+        if owes:
+            self._owing.add(worker)
+            self._unasked.discard(worker)
+
+    patch.setattr(ApplicationClocks, "join", mutant)
+
+
 def release_without_a_proof(patch: pytest.MonkeyPatch) -> None:
     def mutant(self: DelayCoordinator, app: str, state: Any, clocks: ApplicationClocks, minimum: int) -> None:
         clocks.released = max(clocks.released, minimum)

@@ -30,32 +30,40 @@ class ApplicationClocks:
         self._heap: list[tuple[int, int]] = []  # (clock, worker); void unless it is still the worker's clock
         self._idle: list[tuple[int, int]] = []  # the same, of workers that owe no report
         self._owing: set[int] = set()  # workers that owe a report
+        self._unasked = set(self.unheard)  # those unheard that owe none
 
     def join(self, worker: int, base: int) -> None:
         """A worker is active from now on, or still, at `base` or above. It may be on a new connection, which has lost
-        what it was asked."""
-        self._owing.discard(worker)
+        what it was asked, or on its first, so that it can be asked."""
+        self._owes_nothing(worker)
         self._set(worker, max(base, self.clocks.get(worker, 0)))
 
     def pause(self, worker: int) -> None:
         """A worker holds nobody back until it joins again. What it knows to be released still counts."""
-        self._owing.discard(worker)
+        self._owes_nothing(worker)
         self.clocks.pop(worker, None)
 
     def leave(self, worker: int) -> None:
         """A worker is not in the roster any more."""
-        self.pause(worker)
         self.unheard.discard(worker)
+        self.pause(worker)
 
     def report(self, worker: int, clock: int, released: int, epoch: int) -> None:
         """A worker has committed all up to `clock`, as servers have said at most at `epoch`, and knows what is
         released."""
         self.unheard.discard(worker)
-        self._owing.discard(worker)
+        self._owes_nothing(worker)
         self.epoch = max(self.epoch, epoch)
         self.released = max(self.released, released)
         if worker in self.clocks:
             self._set(worker, max(clock, self.clocks[worker]))
+
+    def _owes_nothing(self, worker: int) -> None:
+        self._owing.discard(worker)
+        if worker in self.unheard:
+            self._unasked.add(worker)
+        elif self._unasked:
+            self._unasked.discard(worker)
 
     def _set(self, worker: int, clock: int) -> None:
         self.clocks[worker] = clock
@@ -76,23 +84,20 @@ class ApplicationClocks:
 
     def to_ask(self, floor: int) -> list[tuple[int, int]]:
         """(worker, clock) of workers that must be asked for their clocks as somebody waits for `floor`: each to report
-        when it has committed that clock. Each owes one report from now on, so nobody is asked twice for the same."""
+        when it has committed that clock. Each owes one report from now on, so nobody is asked twice for the same. One
+        that is not connected is found again when it has connected, and joined or paused, not before: each of thousands
+        that come to a new head has it look for whom to ask."""
         found, heap = list[tuple[int, int]](), self._idle
-        for worker in self.unheard - self._owing:
-            self._owing.add(worker)
-            found.append((worker, 0))
+        if self._unasked:
+            found += ((worker, 0) for worker in self._unasked)
+            self._owing |= self._unasked
+            self._unasked = set()
         while heap and heap[0][0] < floor:
             clock, worker = heappop(heap)
             if self.clocks.get(worker) == clock and worker not in self._owing:
                 self._owing.add(worker)
                 found.append((worker, clock + 1))
         return found
-
-    def missed(self, worker: int) -> None:
-        """A worker could not be asked: it is not connected now."""
-        self._owing.discard(worker)
-        if worker in self.clocks:
-            heappush(self._idle, (self.clocks[worker], worker))
 
     def holding_back(self, floor: int) -> list[int]:
         """All workers that hold back whoever waits for `floor`."""

@@ -215,9 +215,7 @@ class DelayCoordinator:
         floor, bounded = state.next_floor(), self._is_bounded(app)
         for worker, clock in clocks.to_ask(state.highest_floor()) if floor or bounded else ():
             connection = self._connections.get(worker)
-            if connection is None:
-                clocks.missed(worker)
-            else:
+            if connection is not None:
                 connection.send(AskClockHeader(clock).header().pack())
         if state.proving or (bounded and clocks.unheard):
             return
