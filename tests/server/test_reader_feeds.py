@@ -12,8 +12,10 @@ import pytest
 from numpy.typing import NDArray
 
 from elasticps.model.spec import SGD, TableSpec
+from elasticps.readers.rows import ReaderTables
 from elasticps.server.roles import readers
 from elasticps.wire.frames import HEADER_BYTES, Kind, json_frame, unpack_header
+from elasticps.wire.range_parts import RangePart, ReadCursor, ReadRange
 from elasticps.wire.windows import MOST_STRETCH, Subscribe, Subscribed, WindowFrame
 from tests.fuzz.core import APPS, CLUSTER, HONEST, OWN, TABLE, Core, Wire, watched
 from tests.fuzz.corpus import RANGES
@@ -30,6 +32,8 @@ class FakeReader:
         self.keys = np.empty(0, np.int64)
         self.answers: list[Subscribed] = []
         self.dropped: list[int] = []
+        self.tables: list[int] = []
+        self.parts: list[RangePart] = []
         self.wire = Wire(core, reads=True, keeps=True)
         self._core = core
         view = core.server.serving.view
@@ -38,6 +42,10 @@ class FakeReader:
         wants = Subscribe(1, view.epoch, MINE, positions, view.recovery_epoch[:OWN], None, "", every_ms)
         self.wire.feed(b"".join(bytes(memoryview(one).cast("B")) for one in wants.frame()), 1 << 20)
         self.listen()
+
+    def ask(self, request: ReadRange) -> None:
+        """Asks for a part of a range."""
+        self.wire.feed(b"".join(bytes(memoryview(one).cast("B")) for one in request.frame()), 1 << 20)
 
     def listen(self) -> None:
         """Takes what has come."""
@@ -51,11 +59,14 @@ class FakeReader:
                 self.answers.append(Subscribed.of(header, body, RANGES))
             elif header.kind == Kind.WINDOW:
                 self._window(WindowFrame.of(header, body, RANGES))
+            elif header.kind == Kind.RANGE_ROWS:
+                self.parts.append(RangePart.of(header, body, RANGES))
         data.clear()
 
     def _window(self, frame: WindowFrame) -> None:
         self.positions[frame.ranges] = frame.positions
         self.dropped += frame.dropped
+        self.tables += [number for number, _ in frame.tables]
         for block in frame.blocks:
             self.keys = np.union1d(np.setdiff1d(self.keys, block.gone), block.keys)
             self.gone = np.union1d(self.gone, block.gone)
@@ -106,6 +117,36 @@ def test_a_table_that_came_and_went_between_two_windows_is_said_to_be_dropped() 
         assert reader.dropped == [number]
         reader.listen()
         assert reader.dropped == [number]
+
+
+def test_rows_that_went_before_a_server_knew_a_table_s_owner_are_gone() -> None:
+    """The reader has the table from another server, this one has it from a copy that names no owner, and leaves it out
+    until it knows that. What was deleted meanwhile is gone at the reader, too."""
+    for core in alone():
+        reader, store, had = FakeReader(core, np.full(OWN, -1)), core.server.store, ReaderTables(RANGES, None)
+        spec, number = TableSpec("late", 4, SGD(lr=0.1)), max(store.tables) + 1
+        table = store.create(spec, number)
+        had.add(number, spec.to_json())
+        keys = np.arange(200)
+        keys = keys[table.ranges_of(keys) < OWN]
+        for each in (table, had.by_id[number].stored):
+            each.put(keys, np.ones((len(keys), 4), np.float32))
+        reader.listen()
+        assert number not in reader.tables
+        table.delete(keys[:7])
+        store.note_changed(number, keys[:7])
+        reader.listen()
+        store.belong({number: APPS[HONEST]})
+        reader.listen()
+        assert number in reader.tables
+        assert (reader.answers[-1].number, reader.answers[-1].unknown.tolist()) == (0, MINE.tolist())
+        for r in MINE.tolist():
+            reader.ask(had.describe(ReadRange(1 + r, core.server.serving.epoch, r, 8192, ReadCursor(0))))
+            reader.listen()
+            assert reader.parts[-1].range == r
+            assert list(had.replace(reader.parts[-1], reader.tables))
+        assert had.by_id[number].rows == table.rows == len(keys) - 7
+        assert had.by_id[number].pull(keys).any(axis=1).tolist() == [False] * 7 + [True] * (len(keys) - 7)
 
 
 def windows_of(core: Core, monkeypatch: pytest.MonkeyPatch, cost_s: float, every_s: float, count: int) -> list[float]:

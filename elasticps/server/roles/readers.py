@@ -348,6 +348,10 @@ class ReaderFeeds:
     def _lose(self, reader: AttachedReader) -> None:
         """A reader was too slow: it has to read all its ranges again."""
         log.info("reader too slow", peer=reader.connection.peer, ranges=len(reader.ranges))
+        self._have_ranges_read(reader)
+
+    def _have_ranges_read(self, reader: AttachedReader) -> None:
+        """Has a reader compare all its ranges with what is here, from the next window on."""
         reader.lost = True
         answer = Subscribed(0, self._serving.epoch, NO_RANGES, reader.ranges)
         reader.flow.unshown.append(UnshownFrame(answer.frame(), NO_RANGES, NO_RANGES))
@@ -362,7 +366,7 @@ class ReaderFeeds:
         count = len(store.live), len(store.dropped)
         if count == reader.sent.listed:
             return [], []
-        app, unowned = reader.connection.app, set[int]()
+        app, unowned, late = reader.connection.app, set[int](), False
         new = list[tuple[int, str]]()
         for number, table in store.live.items():
             if not table.app:
@@ -371,9 +375,7 @@ class ReaderFeeds:
             if table.app == app and not known:
                 new.append((number, table.spec.to_json()))
                 reader.sent.tables[number] = _codec(table, wants.dtype)
-                if number in reader.sent.unowned:  # changes of it were left out
-                    for r in reader.ranges.tolist():
-                        self._store.note_changed(number, table.range_keys(r))
+                late |= number in reader.sent.unowned
         # Also tables that came and went since the listing before: another server may have named them meanwhile.
         gone = list(islice(store.dropped, reader.sent.dropped, None))
         reader.sent.dropped = len(store.dropped)
@@ -386,6 +388,8 @@ class ReaderFeeds:
         )
         if not unowned:
             reader.sent.listed = count
+        if late:  # changes were left out, of rows that the reader may have from another server
+            self._have_ranges_read(reader)
         return new, gone
 
     def _send(self, reader: AttachedReader, buffers: list[Buffer]) -> None:
