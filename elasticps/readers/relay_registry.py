@@ -147,7 +147,8 @@ class RelayRegistry:
             try:
                 view = self.first_view(self._timeout_s)
             except Error as error:
-                log.warning("no relay can be followed: %s", error)
+                if not self._closed:
+                    log.warning("no relay can be followed: %s", error)
                 view = None
             on_view(view)
 

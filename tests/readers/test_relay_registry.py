@@ -99,3 +99,19 @@ def test_a_relay_that_does_not_say_how_old_it_is_is_refused(
     relays.set(ADDRESSES[0], 0.0, **fields)
     with pytest.raises(ConfigError, match="does not say how old its rows are"):
         open_registry()
+
+
+def test_a_reader_that_is_closed_does_not_say_that_no_relay_can_be_followed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    relays, views = Relays(monkeypatch, 0, 0, 0), list[object]()
+    registry = open_registry()
+    monkeypatch.setattr(registry.runtime, "spawn", lambda name, call: call())
+    relays.welcomes.clear()
+    registry.ask_view(views.append)
+    assert "no relay can be followed: nobody is at" in caplog.text
+    caplog.clear()
+    registry.close()
+    registry.ask_view(views.append)
+    assert views == [None, None]
+    assert not caplog.records
