@@ -162,6 +162,34 @@ def test_a_table_loses_no_row_before_it_is_above_its_capacity(connect: Connect) 
         assert not any(table.evict().values())
 
 
+def test_sweeps_that_one_worker_asks_for_at_once_wait_for_each_other(connect: Connect) -> None:
+    """The second one was refused; so was the first, where the view changed while it was under way, as it is asked
+    again then."""
+    ps, keys, capacity, errors = connect(), np.arange(40_000), 100, list[Exception]()
+    tables = [ps.table(f"t{i}", dim=DIM, optimizer=eps.Accumulate(), eviction=eps.Capacity(capacity)) for i in range(4)]
+    ps.push({table: (keys, ones(keys)) for table in tables}).result()
+    together = threading.Barrier(len(tables))
+
+    def evict(table: eps.SparseTable) -> None:
+        together.wait()
+        try:
+            for _ in range(3):
+                table.evict()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=evict, args=(table,)) for table in tables]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    for table in tables:
+        assert 0.98 * capacity <= len(table) <= capacity
+        rows = table.pull(keys)
+        assert (rows.any(axis=1).sum(), rows.max()) == (len(table), 1)
+
+
 def test_small_tables_are_held_to_their_capacity_while_they_grow(
     connect: Connect, eventually: Callable[[Callable[[], bool]], None]
 ) -> None:

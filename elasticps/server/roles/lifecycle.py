@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -36,23 +37,24 @@ from replication.effects import Push
 from replication.messages import OperationKind
 
 BINS = 32  # of histograms: by powers of two
+MOST_SWEEPS = 16  # of a connection, that wait for each other
 SAMPLED_ROWS = 65_536  # of a table, of those headed here: histograms are of these
 
 
 class LifecycleHandler:
-    """Handles SET_POLICIES and SWEEP. sweeps: requests that are under way."""
+    """Handles SET_POLICIES and SWEEP. sweeps: requests of a connection, of which the first is under way."""
 
     def __init__(self, context: Context, sweeper: Sweeper, memory: MemoryLimit) -> None:
         self._memory = memory
         self._loop, self._held, self._serving = context.loop, context.held, context.serving
         self._notifier, self._registered = context.notifier, context.registered
         self._executor, self._store, self._sweeper = context.executor, context.executor.store, sweeper
-        self.sweeps: dict[Connection, asyncio.Task[None]] = {}
+        self.sweeps: dict[Connection, list[asyncio.Task[None]]] = {}
         self.handlers: dict[int, Handler] = {Kind.SET_POLICIES: self._set_policies, Kind.SWEEP: self._sweep}
 
     def forget(self, connection: Connection) -> None:
-        """A connection has ended: its sweep goes no further."""
-        if (task := self.sweeps.pop(connection, None)) is not None:
+        """A connection has ended: its sweeps go no further."""
+        for task in self.sweeps.pop(connection, ()):
             task.cancel()
 
     def close(self) -> None:
@@ -98,22 +100,20 @@ class LifecycleHandler:
         table, what = self._table(connection, PoliciesHeader.of(header).table), json_body(body.data).get("what")
         if what not in ("state", "dry-run", "sweep"):
             raise FrameError(f"a SWEEP asks for {what!r}")
-        if what != "state" and connection in self.sweeps:
-            raise RequestError("busy", f"a sweep of this worker's is under way at server {self._serving.me.name}")
         if what == "state":
             self._answer(connection, header, state(table, self._serving.headed, self._store.times))
             return
-        allowed = json_body(body.data).get("allowed")
+        if len(earlier := self.sweeps.setdefault(connection, [])) >= MOST_SWEEPS:
+            text_ = f"{MOST_SWEEPS} sweeps of this worker's wait at server {self._serving.me.name}"
+            raise RequestError("busy", f"{text_}: call evict when one has ended")
+        allowed, heads = json_body(body.data).get("allowed"), None
         if allowed is not None:  # as a worker has it from answers of all servers
             if not isinstance(allowed, dict):
                 raise FrameError("what a SWEEP allows is by server")
-            heads, *counts = allowed.get(self._serving.me.name, [None])
-            if heads != self._heads:
-                self._answer(connection, header, {"moved": True})
-                return
+            heads, *counts = allowed.get(self._serving.me.name, [-1])
             allowed = row_counts(counts)
-        task = self._loop.create_task(self._run(connection, header, table, what == "dry-run", allowed))
-        self.sweeps[connection] = task
+        run = self._run(connection, header, table, what == "dry-run", allowed, heads, earlier[-1:])
+        earlier.append(self._loop.create_task(run))
 
     @property
     def _heads(self) -> int:
@@ -121,16 +121,31 @@ class LifecycleHandler:
         return zlib.crc32(np.sort(self._serving.headed).tobytes())
 
     async def _run(
-        self, connection: Connection, header: Header, table: Table, dry_run: bool, allowed: tuple[RowCount, ...] | None
-    ) -> None:
+        self, connection: Connection, header: Header, table: Table, dry_run: bool, allowed: tuple[RowCount, ...] | None,
+        counted: object, earlier: Sequence[asyncio.Task[None]],
+    ) -> None:  # fmt: skip
+        """Sweeps when an earlier request of the connection has ended: a worker whose view has changed asks again while
+        its first question is still under way. counted: the heads for whose ranges rows are `allowed`, None for any."""
+        if earlier:
+            await asyncio.wait(earlier)
         heads, headed = self._heads, len(self._serving.headed)
         try:
+            if self._store.live.get(table.table_id) is not table:
+                gone = unknown_table(self._serving.me.name, table.table_id)
+                self._notifier.refuse(connection, header.kind, header.request, gone)
+                return
+            if counted not in (None, heads):
+                self._answer(connection, header, {"moved": True})
+                return
             going, left = await self._sweeper.sweep(table, dry_run, allowed)
         except Exception as error:
             connection.fail(error)
             return
         finally:
-            self.sweeps.pop(connection, None)
+            if waiting := self.sweeps.get(connection):
+                waiting.pop(0)
+                if not waiting:
+                    del self.sweeps[connection]
         found = {reason.name.lower(): count for reason, count in going.items()}
         moved = heads != self._heads  # what was counted is of others
         here = {"server": self._serving.me.name, "headed": headed, "heads": heads, "left": left}
