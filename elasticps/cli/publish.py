@@ -85,7 +85,7 @@ def publish(
                 else:
                     out.print(
                         f"{running.where}: {stats.lag_s:.3f} s old; {stats.rows:,} rows and {stats.deletions:,} "
-                        f"deletions written, times that all rows were written: {stats.listings}, {size(stats.pending_bytes)} pending"
+                        f"deletions written, {stats.listings} × all rows, {size(stats.pending_bytes)} pending"
                     )
                 if once:
                     return
