@@ -13,7 +13,7 @@ from benchmarks.workers import Team
 from elasticps.local import LocalCluster, state
 
 SERVERS, REPLICAS = 3, 2
-SETTLE_S = 3.0  # from then on they are idle
+SETTLE_S = 3.0  # from then on they are idle, in a run that is longer
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def run(*, workers: int, processes: int, seconds: float, progress: Progress = si
 
 def _used(seconds: float, *groups: Sequence[int]) -> list[float]:
     """Cores that processes use, by group, over so many seconds from when they are idle."""
-    time.sleep(SETTLE_S)
+    time.sleep(min(SETTLE_S, seconds))
     before, began = [cpu_seconds(pids) for pids in groups], time.monotonic()
     time.sleep(seconds)
     passed = time.monotonic() - began
