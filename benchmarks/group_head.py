@@ -72,6 +72,16 @@ def view_of(servers: int, ranges: int, app: str = APP) -> View:
     )  # fmt: skip
 
 
+def frames_in(data: bytes) -> list[Frame]:
+    """Cuts what was sent into its frames."""
+    found, at = list[Frame](), 0
+    while at < len(data):
+        header = unpack_header(data[at : at + HEADER_BYTES])
+        found.append((header, data[at + HEADER_BYTES : at + HEADER_BYTES + header.body]))
+        at += HEADER_BYTES + header.body
+    return found
+
+
 class _Wire(asyncio.Transport):
     """A transport without a socket."""
 
@@ -90,13 +100,9 @@ class _Wire(asyncio.Transport):
 
     def taken(self) -> list[Frame]:
         """What the server has sent since the last call."""
-        data, found, at = bytes(self._out), list[Frame](), 0
+        data = bytes(self._out)
         self._out.clear()
-        while at < len(data):
-            header = unpack_header(data[at : at + HEADER_BYTES])
-            found.append((header, data[at + HEADER_BYTES : at + HEADER_BYTES + header.body]))
-            at += HEADER_BYTES + header.body
-        return found
+        return frames_in(data)
 
     def write(self, data: Any) -> None:
         if not self._out:

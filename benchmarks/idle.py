@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import elasticps as eps
 from benchmarks.machine import cpu_seconds
 from benchmarks.runner import Progress, Result, silent, table
-from benchmarks.workers import Team
+from benchmarks.workers import Team, worker_jobs
 from elasticps.local import LocalCluster, state
 
 SERVERS, REPLICAS = 3, 2
@@ -53,9 +53,7 @@ def run(*, workers: int, processes: int, seconds: float, progress: Progress = si
         etcd = [entry.pid for entry in record.processes if entry.role == "etcd"]
         progress("a cluster without workers")
         without = _used(seconds, etcd)[0]
-        counts = [workers // processes + (i < workers % processes) for i in range(processes)]
-        jobs = [{"url": cluster.url, "first": sum(counts[:i]), "count": count} for i, count in enumerate(counts)]
-        with Team("idle:IdleWorkers", jobs) as team:
+        with Team("idle:IdleWorkers", worker_jobs(cluster.url, workers, processes)) as team:
             team.ask(processes, "connected")
             progress(f"{workers} workers that do nothing")
             used = _used(seconds, etcd, [worker.pid for worker in team.workers])

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 import elasticps as eps
 from benchmarks.machine import cpu_seconds
 from benchmarks.runner import Progress, Result, silent, table
-from benchmarks.workers import BusyWorker, Team
+from benchmarks.workers import BusyWorker, Team, worker_jobs
 from elasticps.kernels.hashing import key_ranges, range_shift
 from elasticps.local import LocalCluster
 
@@ -100,13 +100,9 @@ def run(
 
 
 def _measure(servers: int, heads: int, workers: int, seconds: float) -> PushCost:
-    counts = [len(part) for part in np.array_split(np.arange(workers), PROCESSES) if len(part)]
     with LocalCluster(servers=servers, ranges=RANGES, replicas=REPLICAS, log_level="warning") as cluster:
         servers_ids = [server.pid for server in cluster.servers]
-        jobs = [
-            {"url": cluster.url, "first": sum(counts[:i]), "count": count, "heads": heads}
-            for i, count in enumerate(counts)
-        ]
+        jobs = worker_jobs(cluster.url, workers, PROCESSES, heads=heads)
         with Team("many_servers:Pushers", jobs) as team:
             team.ask(len(jobs), "pushed")  # they are connected
             time.sleep(SETTLE_S)

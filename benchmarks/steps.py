@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from rich.table import Table
 
-from benchmarks.group_head import DelayCost, RoundCost, delays, rounds, view_of
+from benchmarks.group_head import DelayCost, RoundCost, delays, frames_in, rounds, view_of
 from benchmarks.runner import Progress, Result, silent, table
 from coordinator.core.view import View
 from elasticps.client.core.routing import Routes
@@ -23,7 +23,7 @@ from elasticps.client.push_batch import Packer, PushSource
 from elasticps.client.pushes import PushesInFlight, StepState
 from elasticps.errors import Error
 from elasticps.kernels.hashing import key_ranges, table_salt
-from elasticps.wire.frames import HEADER_BYTES, Buffer, unpack_header
+from elasticps.wire.frames import Buffer
 from elasticps.wire.pool import Pool
 from replication.chain import Member
 from replication.step_records import home_range
@@ -127,13 +127,11 @@ class _Worker:
 
     def taken(self) -> list[tuple[Member, int]]:
         """The frames since the last call, by server and request number."""
-        found = list[tuple[Member, int]]()
-        for member, buffers in self.sent:
-            data, at = b"".join(bytes(each) for each in buffers), 0
-            while at < len(data):
-                header = unpack_header(data[at : at + HEADER_BYTES])
-                found.append((member, header.request))
-                at += HEADER_BYTES + header.body
+        found = [
+            (member, header.request)
+            for member, buffers in self.sent
+            for header, _ in frames_in(b"".join(bytes(each) for each in buffers))
+        ]
         self.sent.clear()
         return found
 

@@ -83,6 +83,13 @@ class Process:
                     pipe.close()
 
 
+def worker_jobs(url: str, workers: int, processes: int, **more: object) -> list[dict[str, object]]:
+    """Jobs of processes that have so many workers together, about as many each, numbered by `first` and `count`; none
+    for a process that has none. more: the same in each."""
+    counts = [workers // processes + (i < workers % processes) for i in range(min(processes, workers))]
+    return [{"url": url, "first": sum(counts[:i]), "count": count, **more} for i, count in enumerate(counts)]
+
+
 class Team:
     """Processes of one kind, one for each job. The first few of them are asked at once; each answers within
     `answer_s`."""
