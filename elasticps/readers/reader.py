@@ -379,7 +379,7 @@ class Reader:
                 self._counts["changed"] += len(change.keys) + len(change.deleted)
                 self._note(block.table, change)
                 if collect:
-                    changes.append(change._replace(rows=table.decode(change.rows), keys=change.keys.copy()))
+                    changes.append(table.decoded(change))
         self._links.ask(feed, self._following.applied(feed, frame))
         if settled.compare:
             self._following.compare(feed)
@@ -409,7 +409,7 @@ class Reader:
             self._counts["filled"] += len(change.keys)
             self._note(table.number, change)
             if collect:
-                changes.append(change._replace(rows=table.decode(change.rows), keys=change.keys.copy()))
+                changes.append(table.decoded(change))
         self._tell(changes)
 
     def _note(self, table: int, change: TableChange) -> None:

@@ -22,7 +22,7 @@ from elasticps.store import Table, index
 from elasticps.store.cells import cells_of, describe, rows_at_once
 from elasticps.store.codec import Codec, decode_rows
 from elasticps.store.index import ROW_PREFETCH
-from elasticps.store.journal import Journal, first_outside, note
+from elasticps.store.journal import Journal, find_table, first_outside, note
 from elasticps.store.layout import overwrite_found
 from elasticps.store.native import H_DIM, HEADER_SIZE, INT, KEYS, WORDS, carray, copy, kernel, linked, pointer
 from elasticps.wire.frames import FrameError
@@ -112,14 +112,10 @@ def overwrite_blocks(
     done, likely, remaining = 0, 0, 0
     for b in range(layout.shape[0]):
         n, at = layout[b, ROWS], body + 8 * layout[b, KEYS_AT]
-        found = False
-        for _ in range(tables.shape[0]):  # blocks come in the order in which servers have told of tables
-            if tables[likely, I_NUMBER] == layout[b, TABLE]:
-                found = True
-                break
-            likely = likely + 1 if likely + 1 < tables.shape[0] else 0
+        found = find_table(tables, layout[b, TABLE], likely)  # blocks come in the order in which servers list tables
+        likely = max(found, 0)
         if (
-            found
+            found >= 0
             and n
             and layout[b, GONE] + layout[b, CLEARED] == 0
             and tables[likely, I_WORDS] == layout[b, ROW_WORDS]
@@ -267,6 +263,10 @@ class ReaderTable:
         words = np.empty((len(keys), self.codec.words), np.float32)
         self._rows.gather(keys, words)
         return words
+
+    def decoded(self, change: TableChange) -> TableChange:
+        """A change with its rows as float32, and its keys, copied: for those that get it later."""
+        return change._replace(rows=self.decode(change.rows), keys=change.keys.copy())
 
     def decode(self, rows: NDArray[np.float32]) -> NDArray[np.float32]:
         """Words as float32 [n, dim], a copy."""

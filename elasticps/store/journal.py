@@ -204,20 +204,29 @@ def split(
 
 
 @kernel
+def find_table(tables: NDArray[np.int64], number: int, likely: int) -> int:
+    """Index of the row of a matrix that begins with a table's id, or -1. likely: where it is looked for first."""
+    n, at = tables.shape[0], likely
+    for _ in range(n):
+        if tables[at, 0] == number:
+            return at
+        at = at + 1 if at + 1 < n else 0
+    return -1
+
+
+@kernel
 def _mention(journal: int, start: int, end: int, tables: NDArray[np.int64], links: NDArray[np.int64]) -> None:
     """Finds the entries of each table: sets T_NAMED, T_KEYS to how many keys its entries have, T_FIRST and T_LAST. Of
     an entry with keys, links[its position - start] is the position of the table's next one, or -1."""
     ring, size = load64(journal + 8 * J_WORDS), load64(journal + 8 * J_SIZE)
     tables[:, T_NAMED] = tables[:, T_KEYS] = 0
     tables[:, T_FIRST] = -1
-    n, likely, at = tables.shape[0], 0, start
+    likely, at = 0, start
     while at < end:
         number, count = load64(ring + 8 * (at % size)), load64(ring + 8 * ((at + 1) % size)) & _COUNT
-        for _ in range(n):  # tables come in about the same order in each step of a worker
-            if tables[likely, T_NUMBER] == number & ~CLEARED:
-                break
-            likely = likely + 1 if likely + 1 < n else 0
-        else:
+        found = find_table(tables, number & ~CLEARED, likely)  # they come in about the same order in each step
+        likely = max(found, 0)
+        if found < 0:
             at += HEAD + count
             continue
         if number & CLEARED:

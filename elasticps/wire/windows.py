@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from json import dumps
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from elasticps.errors import ConfigError
 from elasticps.kernels.windows import BLOCK, FIRST_BLOCK, RECORDS, RUNS, RUNS_AT, locate
@@ -30,11 +28,17 @@ from elasticps.wire.frames import (
     text,
     whole,
 )
-from elasticps.wire.row_blocks import BLOCK_HEAD, Blocks, BodyReader, LocatedBlocks, read_block, write_block
+from elasticps.wire.row_blocks import (
+    BLOCK_HEAD,
+    Blocks,
+    BodyReader,
+    Bytes,
+    Ints,
+    LocatedBlocks,
+    read_block,
+    write_block,
+)
 from replication.step_records import StepRecord, record_bytes
-
-Bytes = NDArray[np.uint8]
-Ints = NDArray[np.int64]
 
 MAX_TABLES = 4096  # that a reader names
 MOST_STRETCH = 3  # times `every` is what passes at most from window to window of a busy server
@@ -44,7 +48,6 @@ DTYPES = ("", "float32", "float16", "bfloat16", "int8")
 FINE = 2
 """Flag of SUBSCRIBE: a window after each change, for `clock` milliseconds, so that moments can be compared."""
 
-_COUNT = struct.Struct("<q")
 _WINDOW = int(Kind.WINDOW)
 _RUN = 4  # worker, first range, last range, progress
 
