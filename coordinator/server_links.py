@@ -180,6 +180,8 @@ class ServerLinks:
         self._view = view
         self._history.add(view)
         if self._term:
+            if view.epoch == 1:
+                self._beat()  # servers need to know the time before they make tables
             for opened in self._open.values():
                 if opened.report is not None:  # else it goes out as that comes
                     self._send(opened, view)
@@ -300,7 +302,9 @@ class ServerLinks:
             opened.line.beat(self._term, 0 if self._view is None else self._view.epoch, allowed, cluster_time)
 
     def _cluster_time(self) -> ClusterTime:
-        return self._clocks.time(time.time(), self._detector.gone, self._detector.awaited)
+        # Before the first view others may yet register, and no row is there that needs a time.
+        awaited = self._view is None or self._detector.awaited
+        return self._clocks.time(time.time(), self._detector.gone, awaited)
 
     def _compare_clocks(self) -> None:
         """Logs which clocks have come to differ from the others, and which agree again."""

@@ -46,7 +46,7 @@ class ServerClocks:
         self._skews.pop(member, None)
 
     def time(self, wall_s: float, gone: Collection[Member], awaited: bool) -> ClusterTime:
-        """The time now. gone: servers that do not count; awaited: others have yet to report. Until they have, and there
+        """The time now. gone: servers that do not count; awaited: others may yet report. Until they have, and there
         are ENOUGH clocks, nothing is said: the first server to report, or this machine, may be the one that is wrong.
         """
         skews = self._counted(gone)

@@ -117,7 +117,7 @@ class Server:
         # Requests of coordinators, and of operators by the admin service.
         self.leaders = Leaders(context, self.links, self.snapshots, self.headroom, options.wall)  # get reports
         self.sweeper = Sweeper(context, self.leaders, self.headroom)  # forgets rows by tables' policies
-        self.pushes.stamp_time = self.sweeper.stamp
+        self.pushes.stamp_time, self.pushes.awaits_time = self.sweeper.stamp, self.sweeper.awaits_time
         self._barrier.take_sweeps = self.sweeper.take
         self._lifecycle = LifecycleHandler(context, self.sweeper, self.memory)  # policies, sweeps that workers ask for
         self.restoring = Restorer(context, self.memory, memory.share(BUFFER_BYTES))  # reads checkpoints

@@ -41,7 +41,7 @@ class FakeServer:
         self.time = UNKNOWN  # as the leader told it
         self.view: View | None = None
         self.views: list[int] = []
-        self.calls = 0
+        self.calls = self.beats = 0
         self.lines: set[FakeLine] = set()
         self.requested: set[FakeLine] = set()  # for its view
         self.term = 0
@@ -55,6 +55,7 @@ class FakeServer:
             self.view = view
 
     def beat(self, term: int, line: FakeLine, cluster_time: ClusterTime = UNKNOWN) -> None:
+        self.beats += 1
         if term >= self.term:
             self.term, self.leader, self.time = term, line, cluster_time
 
@@ -116,6 +117,7 @@ class Rack:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.servers: dict[str, FakeServer] = {}
+        self.skews: dict[str, float] = {}  # with which servers start that tell their time
 
     async def start(self, *names: str) -> None:
         """Starts servers, under new incarnations where there were some, and registers them."""
@@ -125,6 +127,7 @@ class Rack:
             if old is not None:
                 old.running = False
             self.servers[name] = FakeServer(info)
+            self.servers[name].skew_s = self.skews.get(name)
             await self.store.put(f"servers/{name}", info.to_json())
 
     def kill(self, *names: str) -> None:

@@ -7,9 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.core.clocks import MOST_SECONDS, UNKNOWN, ClusterTime, ServerClocks, median
+from coordinator.core.view import ClusterConfig
+from coordinator.membership import create_cluster
 from replication.chain import Member
 from tests.coordinator.support import until
-from tests.coordinator.test_repair import cluster
+from tests.coordinator.test_repair import Cluster, cluster, leading
 
 NOW, DAYS_S = 1_700_000_000.0, 5 * 86_400.0
 SERVERS = [Member(f"s{i}", 1) for i in range(5)]
@@ -97,3 +99,19 @@ async def test_a_leader_tells_servers_the_median_and_names_the_wrong_clock(caplo
         assert "server b" in caplog.text
         servers["b"].skew_s = 0.0
         await until(lambda: "a clock agrees with the others again" in caplog.text)
+
+
+async def test_a_leader_says_no_time_before_the_servers_of_its_first_view_have_reported() -> None:
+    """The server that registers first may be the one that is wrong, and makes tables as soon as there is a view."""
+    it = Cluster()
+    await create_cluster(it.memory, ClusterConfig(ranges=8, replicas=2, min_servers=3))
+    servers = it.rack.servers
+    it.rack.skews = {"a": 0.0, "b": DAYS_S, "c": 0.0}
+    async with leading(it.faulty, it.rack, ttl_s=60):
+        await it.rack.start("b")
+        await until(lambda: servers["b"].beats > 3)
+        assert servers["b"].time == UNKNOWN
+        await it.rack.start("a", "c")
+        await until(lambda: all(server.view is not None for server in servers.values()))
+        assert all(abs(server.time.median - server.time.own) < DAYS_S / 2 for server in servers.values())
+        assert all(server.time != UNKNOWN for server in servers.values())

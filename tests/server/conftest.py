@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -143,6 +144,12 @@ class Worker:
         self.writer.close()
 
 
+def tell_time(server: Server, median_s: float, leader_s: float | None = None) -> None:
+    """A leader tells a server the time by its own clock and by the median of all."""
+    beat = GetViewHeader(0, 1, int(median_s if leader_s is None else leader_s), int(median_s))
+    server.leaders.beat(cast(Any, None), beat.header(), np.empty(0, np.uint8))
+
+
 class Group:
     """Some servers. Views go to all that run; `stop` cuts one off as a crash would."""
 
@@ -204,6 +211,7 @@ class Group:
 
     def adopt(self, view: View) -> None:
         for server in list(self.servers.values()):
+            tell_time(server, time.time())
             server.adopt(view)
 
     async def connect(

@@ -14,6 +14,7 @@ from elasticps.model.optimizers import SGD
 from elasticps.model.policies import MAX_TIME, Capacity, Eviction, IdleFor, MinCountSketch
 from elasticps.model.spec import TableSpec
 from elasticps.server.core.clocks import Clocks
+from elasticps.server.core.view_exchange import HOLD_TIMEOUT_S
 from elasticps.server.roles.leaders import FORGOTTEN_S
 from elasticps.server.server import Server
 from elasticps.wire.frames import HEADER_BYTES, Header, Kind, block_head, json_frame
@@ -39,11 +40,11 @@ class Growing:
     ) -> None:
         self.spec = TableSpec("t", 2, SGD(lr=0.5), admission=admission, eviction=eviction)
         self.wires = wires = Wires(1, compiled=False)
-        wires.wall_s = float(NOW + skew_s)
+        wires.wall_s, wires.led = float(NOW + skew_s), median_s > 0
         self.server: Server = wires.start("a", (WORKER,))
         self.view = wires.adopt(lambda r: ["a"])
         self.there, _ = wires.connect("a", WORKER)
-        if median_s:
+        if wires.led:
             wires.tell_time(median_s)
         body = json_frame(Kind.CREATE, {"id": TABLE, "spec": self.spec.to_json()})[HEADER_BYTES:]
         self.there.write(Header(Kind.CREATE, epoch=1, request=2, body=len(body)).pack() + body)
@@ -54,6 +55,12 @@ class Growing:
         """The leader is heard, and the server logs the time."""
         self.wires.tell_time(median_s, leader_s)
         self.server.sweeper.stamp()
+
+    def pass_time(self, seconds: float) -> None:
+        """The monotonic clock goes on, and what has waited is looked at again."""
+        self.wires.clock.now += seconds
+        self.server.held.release()
+        self.wires.settle()
 
     def sweep(self) -> None:
         self.server.sweeper.tick()
@@ -136,9 +143,21 @@ def test_a_leader_that_does_not_know_yet_how_late_it_is_changes_nothing() -> Non
     assert growing.times == [NOW]
 
 
-def test_a_server_that_no_leader_told_the_time_logs_its_own_only_where_there_is_none() -> None:
+def test_a_table_waits_until_a_leader_has_said_what_time_it_is() -> None:
+    growing = Growing(IdleFor("1h"), skew_s=100 * HOUR_S, median_s=0)
+    growing.push(USED_MOST, 1)
+    assert growing.times == [0]
+    assert not growing.server.store.tables
+    growing.wires.tell_time(NOW)
+    growing.pass_time(1)
+    assert growing.times == [NOW + 1]
+    assert growing.left(USED_MOST) == len(USED_MOST)
+
+
+def test_a_server_that_no_leader_tells_the_time_logs_its_own_only_where_there_is_none() -> None:
     """Rows cannot be without a time; but a clock that may be wrong moves none that there is."""
     growing = Growing(IdleFor("1h"), median_s=0)
+    growing.pass_time(HOLD_TIMEOUT_S + 1)
     assert growing.times == [NOW]
     growing.wires.wall_s += 100 * HOUR_S
     growing.server.sweeper.stamp()

@@ -20,9 +20,8 @@ from elasticps.server.network.connection import Connection
 from elasticps.server.options import ServerOptions
 from elasticps.server.server import Server
 from elasticps.wire.frames import LAST, Header, Kind, json_frame
-from elasticps.wire.headers import GetViewHeader
 from elasticps.wire.stream import SendQueue
-from tests.server.conftest import RANGES
+from tests.server.conftest import RANGES, tell_time
 
 
 class Clock:
@@ -203,6 +202,7 @@ class Wires:
         self.random = random.Random(seed)
         self.clock = Clock()
         self.wall_s = 1_000_000.0  # that servers see
+        self.led = True  # a leader says what time it is, with each view
         self.compiled = compiled
         self.pipes: list[Pipe] = []
         self.servers: dict[str, Server] = {}
@@ -230,6 +230,8 @@ class Wires:
         view = Group.make_view(group, chain_of, joining)
         for server in self.servers.values():
             server.adopt(view)
+        if self.led:
+            self.tell_time(self.wall_s)
         return view
 
     def link(self, a: str, b: str) -> Connection:
@@ -291,9 +293,8 @@ class Wires:
 
     def tell_time(self, median_s: float, leader_s: float | None = None) -> None:
         """A leader tells all servers the time by its own clock and by the median of all."""
-        beat = GetViewHeader(0, 1, int(median_s if leader_s is None else leader_s), int(median_s))
         for server in self.servers.values():
-            server.leaders.beat(cast(Any, None), beat.header(), np.empty(0, np.uint8))
+            tell_time(server, median_s, leader_s)
 
     def settle(self) -> None:
         """Until nothing is on its way."""

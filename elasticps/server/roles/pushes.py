@@ -59,6 +59,7 @@ class PushHandler:
         self._registered = context.registered
         self._counts = executor.counts
         self.stamp_time: Callable[[], None] = lambda: None  # logs the present time where usage is about to be kept
+        self.awaits_time: Callable[[], bool] = lambda: False  # whether that would be by this server's clock alone
         self._last_served = context.last_served
         self._order = NO_RANGES, positions_of(NO_RANGES, self._serving.ranges)  # the newest answer of `_order_of`
         self._replica.admission.look_again = self._look_again
@@ -79,7 +80,8 @@ class PushHandler:
             tables = new_tables(json_body(body.data)).tables
             specs = [TableSpec.from_json(new.spec) for new in tables]
             lacking = self._lacking(connection, tables, specs)
-            if lacking and self._held.wait(connection, header, body):
+            early = any(spec.usage for spec in specs) and self.awaits_time()
+            if (lacking or early) and self._held.wait(connection, header, body):
                 return
             if lacking:
                 raise self._not_registered(lacking[0])

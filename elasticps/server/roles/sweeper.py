@@ -126,6 +126,11 @@ class Sweeper:
         if len(ranges):
             self._executor.log(self._serving.epoch, OperationKind.TIME, ranges, TimeMark(now), OPERATION_BYTES)
 
+    def awaits_time(self) -> bool:
+        """Whether ranges headed here have no time yet, and no leader has said what time it is: it does so soon after
+        the first view, and a clock that is ahead would set them to a time at which they stay until it has come."""
+        return not self._leaders.clocks().known and not self._store.times[self._serving.headed].all()
+
     def tick(self) -> None:
         """Called a few times a second."""
         tables, now_s = self._tables(), self._loop.time()
