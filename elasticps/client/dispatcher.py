@@ -304,7 +304,8 @@ class Dispatcher:
             if self._hurt or not link.ready:
                 return start
             start, count, epoch = take_answers(staging, start, end, self.pulls.landing.slots, self._answered)
-            self.delay.heard = max(self.delay.heard, epoch)
+            if epoch > self.delay.heard:
+                self.delay.heard = epoch
             for request in self._answered[:count].tolist():
                 if request % OWNERS == PUSH:
                     self.pushes.ok(request)

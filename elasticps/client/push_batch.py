@@ -298,7 +298,19 @@ _NOBODY: list[PushSource] = []
 class PackedPart:
     """One part of a step, as frames for the heads of `routes`. `memory`, uint8, holds them one after another."""
 
-    __slots__ = ("_done", "_packer", "_part", "_rows", "_sent", "_view", "memory", "routes", "serial", "sources")
+    __slots__ = (
+        "_done",
+        "_next",
+        "_packer",
+        "_part",
+        "_rows",
+        "_sent",
+        "_view",
+        "memory",
+        "routes",
+        "serial",
+        "sources",
+    )
 
     def __init__(
         self,
@@ -318,6 +330,7 @@ class PackedPart:
         self._packer = packer
         self._done = done  # frames copied
         self._sent = [False] * len(frames)
+        self._next = 0  # the frame after the last one that was sent
         self._part: Part | None = None
 
     def complete(self) -> None:
@@ -373,14 +386,15 @@ class PackedPart:
         """The same, if it is one frame that has not been sent."""
         if routes is not self.routes:
             return None
-        share = routes.share_index[server]
-        i = self._first(share)
-        if i == len(self._rows) or self._rows[i][F_SHARE] != share:
-            return None
+        share, i = routes.share_index[server], self._next
+        if i == len(self._rows) or self._rows[i][F_SHARE] != share:  # not in turn, as mostly
+            i = self._first(share)
+            if i == len(self._rows) or self._rows[i][F_SHARE] != share:
+                return None
         f = self._rows[i]
         if f[F_NAMED] or i >= self._done or self._sent[i]:
             return None
-        self._sent[i] = True
+        self._sent[i], self._next = True, i + 1
         at = f[F_AT]
         return PushFrame(None, f[F_ITEMS], [], self._view[at : at + HEADER_BYTES + f[F_BODY]])
 

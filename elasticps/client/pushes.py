@@ -65,8 +65,8 @@ class _Sent:
         self.frame = frame
         self.state = state
         self.left: dict[int, Ranges | None] = {}  # by request, the ranges it named; None: all that the head heads
-        self.committed: list[Ranges] = []
-        self.moved: list[Ranges] = []
+        self.committed: tuple[Ranges, ...] = ()
+        self.moved: tuple[Ranges, ...] = ()
         self.epoch = 0
 
 
@@ -193,7 +193,7 @@ class PushesInFlight:
             return False
         ranges = sent.left.pop(request)
         if ranges is not None:
-            sent.committed.append(ranges)
+            sent.committed += (ranges,)
         if sent.left:
             return True
         if sent.moved:
@@ -211,8 +211,8 @@ class PushesInFlight:
             return False
         del sent.left[request]
         sent.epoch = max(sent.epoch, epoch)
-        sent.committed.append(committed)
-        sent.moved.append(moved)
+        sent.committed += (committed,)
+        sent.moved += (moved,)
         if not sent.left:
             self._answered(sent)
         return True
@@ -284,7 +284,9 @@ class PushesInFlight:
         """Adds to what is to be sent. Content that is not copied yet is sent at once, one frame while the next is
         copied."""
         sent = _Sent(frame, self._states[frame.clock])
-        committed = min(self.session.committed, frame.clock - 1)
+        committed = self.session.committed
+        if committed >= frame.clock:  # one that is sent again
+            committed = frame.clock - 1
         shards, number = self.shards.get(frame.clock, (0, -1)) if frame.last else (0, -1)
         shard = None if number < 0 else ShardRef(shards, number)
         content, ready = frame.content, None
@@ -298,15 +300,18 @@ class PushesInFlight:
             sent.left[request] = cut.ranges
             self._sent[request] = sent
             record = [] if frame.record is None else self._record(frame.record, cut)
-            fields = (
-                request, frame.epoch, frame.clock, frame.prev, cut.items, frame.part, frame.last, cut.ranges is None,
-                frame.content is None, self.round, committed, shard, bool(record),
-            )  # fmt: skip
             if cut.frame is None:
                 body = [*cut.buffers, *record]
-                buffers: Sequence[Buffer] = [PushHeader(*fields).header(sum(map(len, body))).pack(), *body]
+                header = PushHeader(
+                    request, frame.epoch, frame.clock, frame.prev, cut.items, frame.part, frame.last,
+                    cut.ranges is None, frame.content is None, self.round, committed, shard, bool(record),
+                )  # fmt: skip
+                buffers: Sequence[Buffer] = [header.header(sum(map(len, body))).pack(), *body]
             else:
-                write_push(cut.frame, sum(map(len, record)) if record else 0, *fields)
+                write_push(
+                    cut.frame, sum(map(len, record)), request, frame.epoch, frame.clock, frame.prev, cut.items,
+                    frame.part, frame.last, cut.ranges is None, False, self.round, committed, shard, bool(record),
+                )  # fmt: skip
                 keys = self._keys_of(frame.head) if self.short else None
                 buffers = [cut.frame, *record] if keys is None else keys.push(cut.frame, self.short, record)
             if ready is None:

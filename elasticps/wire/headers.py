@@ -8,7 +8,7 @@ BARRIER_JOIN has its worker's predecessor where a PULL has its table, say. The t
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from elasticps.wire import frames
 from elasticps.wire.frames import (
@@ -42,11 +42,6 @@ class ShardRef(NamedTuple):
     number: int
 
 
-_PushFields: TypeAlias = tuple[
-    int, int, int, int, int, int, bool, bool, bool, bool, int | None, ShardRef | None, bool
-]  # of a PushHeader
-
-
 class PushHeader(NamedTuple):
     """PUSH: part `part` of step `clock` of the connection's worker, in `blocks` blocks. prev: the worker's progress
     before it in all ranges that it ticks; 0, which says that it may be any that is committed, too, if that was more
@@ -70,7 +65,9 @@ class PushHeader(NamedTuple):
 
     def header(self, body_bytes: int) -> Header:
         """The 64 bytes' fields, before a body of so many bytes."""
-        return Header(*_push_fields(body_bytes, *self))
+        frame = memoryview(bytearray(HEADER_BYTES))
+        write_push(frame, body_bytes, *self)
+        return Header._make(HEADER.unpack(frame)[2:])
 
     @classmethod
     def of(cls, h: Header) -> PushHeader:
@@ -83,24 +80,22 @@ class PushHeader(NamedTuple):
         )  # fmt: skip
 
 
-def write_push(frame: memoryview, more: int, *fields: *_PushFields) -> None:
+def write_push(
+    frame: memoryview, more: int, request: int, epoch: int, clock: int, prev: int, blocks: int, part: int, last: bool,
+    all_ranges: bool, repeat: bool, of_round: bool, committed: int | None, shard: ShardRef | None, record: bool,
+) -> None:  # fmt: skip
     """Writes the header of a PUSH, by the fields of `PushHeader`, to the front of a frame, behind which so many bytes
-    more follow. Makes no tuple with names: each takes 0.5 us, and every push writes one header for each head."""
-    HEADER.pack_into(frame, 0, MAGIC, VERSION, *_push_fields(len(frame) - HEADER_BYTES + more, *fields))
-
-
-def _push_fields(
-    body_bytes: int, request: int, epoch: int, clock: int, prev: int, blocks: int, part: int, last: bool, every: bool,
-    repeat: bool, of_round: bool, committed: int | None, shard: ShardRef | None, record: bool,
-) -> tuple[int, ...]:  # fmt: skip
-    """The fields of a PUSH's header in wire order."""
-    flags = last * LAST | every * ALL_RANGES | repeat * REPEAT | of_round * ROUND | record * RECORD
+    more follow. Makes no tuple on the way: every push writes one header for each head."""
+    flags = last * LAST | all_ranges * ALL_RANGES | repeat * REPEAT | of_round * ROUND | record * RECORD
     steps, first = clock - (prev >> PART_BITS), prev & PART_MASK
     if not prev or steps >= NEVER:
         steps, first = NEVER, 0
     lag = 0 if committed is None else clock - committed
     bound, wait_ms = shard_fields(shard) if shard else (0, 0)
-    return _PUSH, flags, body_bytes, request, epoch, clock, steps, first, part, lag, blocks, bound, wait_ms
+    HEADER.pack_into(
+        frame, 0, MAGIC, VERSION, _PUSH, flags, len(frame) - HEADER_BYTES + more, request, epoch, clock, steps, first,
+        part, lag, blocks, bound, wait_ms,
+    )  # fmt: skip
 
 
 class InitHeader(NamedTuple):

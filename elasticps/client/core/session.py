@@ -203,19 +203,19 @@ class PushSession:
                     step.elsewhere = True
                 else:
                     heads[head] = None
-        ticks = Ticks([])
-        for head in heads:
-            ticks.groups += ((head.order, head.last),) if head.last is not None else self._heads.groups(head)
+        groups = [(head.order, head.last) for head in heads if head.last is not None]
+        if len(groups) < len(heads):  # a head's ranges are not all at the same progress
+            groups = [group for head in heads for group in self._heads.groups(head)]
         if step.elsewhere:
-            ticks.groups += self._heads.groups_nowhere()
-        step.ticks[part:] = [ticks]
+            groups += self._heads.groups_nowhere()
+        step.ticks[part:] = [Ticks(groups)]
         step.heads = heads if last else step.heads | heads
         if last:
             step.everywhere = len(heads) == len(self._heads.by_member) and step.elsewhere == nowhere
             step.record = None  # an exception may have come before this part was outstanding, and it is another now
             if not step.everywhere or self._heads.recovered[self._home]:
                 ticked = np.zeros(self._ranges, np.bool_)
-                ticked[np.concatenate([group for group, _ in ticks.groups])] = True
+                ticked[np.concatenate([group for group, _ in groups])] = True
                 step.record = record_of(clock, min(self.committed, clock - 1), ticked)
         step.count = part + 1 if last else 0
         step.parts.append(content)
@@ -228,8 +228,12 @@ class PushSession:
             if not head.ready:
                 if head.member not in self._connected:
                     self.unreached.add(head.member)
-            elif head.last is not None:
-                self._send(head, step, clock, part, last, None, head.last, content, out)
+            elif (prev := head.last) is not None:  # as mostly: not by way of a method
+                self._number = number = self._number + 1
+                record = step.record if last and head is self._heads.home else None
+                frame = Frame(head.member, number, self.epoch, clock, part, last, None, prev, content, record)
+                out.append(frame)
+                self._frames[number] = frame
             else:
                 for ranges, prev in self._heads.groups(head):
                     whole = len(ranges) == len(head.order)
@@ -311,8 +315,7 @@ class PushSession:
         out: list[Effect] = []
         self._connected.add(member)
         self.unreached.discard(member)
-        head = self._heads.by_member.get(member)
-        if head is not None:
+        if (head := self._heads.by_member.get(member)) is not None:
             self._restart(member, head, out)
         return out
 
@@ -320,8 +323,7 @@ class PushSession:
         """It is gone; what was in flight on it may have arrived or not."""
         self._connected.discard(member)
         self._forget({member})
-        head = self._heads.by_member.get(member)
-        if head is not None:
+        if (head := self._heads.by_member.get(member)) is not None:
             head.ready = False
         return []
 
@@ -349,8 +351,7 @@ class PushSession:
 
     def _forget(self, members: Collection[Member]) -> None:
         """Forgets what is in flight to these heads."""
-        if members:
-            self._frames = {n: frame for n, frame in self._frames.items() if frame.head not in members}
+        self._frames = {n: frame for n, frame in self._frames.items() if frame.head not in members}
 
     def _restart(self, member: Member, head: Head, out: list[Effect]) -> None:
         self._forget({member})
@@ -433,8 +434,7 @@ class PushSession:
 
     def _refused(self, member: Member, epoch: int, out: list[Effect]) -> None:
         """A head answers for other ranges than I think, or lacks a step: ask it, once I have its view."""
-        head = self._heads.by_member.get(member)
-        if head is None:
+        if (head := self._heads.by_member.get(member)) is None:
             return
         if epoch > self.epoch:
             self._forget({member})
