@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from elasticps.kernels.hashing import HASH_END
 from elasticps.model.policies import MAX_TIME
 from elasticps.store.admission import NO_BLOCKS
 from elasticps.store.eviction import TIE_END, Measure, Predicate, Reason, Sweep, add_sweep
-from elasticps.store.intervals import HASH_END
 
 NO_KEYS = np.empty(0, np.int64)
 _MAX = 1 << 62

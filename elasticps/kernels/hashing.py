@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from elasticps.kernels import njit
 from elasticps.model.key_share import SHARE_SALT
 
+HASH_END = 1 << 62  # a key's place in a range is the upper 62 bits of its hash, which fit a signed word
 _M1 = np.uint64(0xBF58476D1CE4E5B9)
 _M2 = np.uint64(0x94D049BB133111EB)
 _SHARE_SALT, _S32 = np.uint64(SHARE_SALT), np.uint64(32)

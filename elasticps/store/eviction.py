@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from elasticps.kernels.hashing import HASH_END
 from elasticps.store import usage
-from elasticps.store.intervals import HASH_END
 
 TIE_END = 1 << 32  # tie numbers are below
 MOST_SWEEPS = 64  # that a range remembers; beyond that increments hold the range whole

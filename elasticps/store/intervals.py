@@ -16,7 +16,6 @@ from elasticps.store.native import H_SALT, H_SHIFT, kernel, load64
 
 hash_key: Any = _hash_key
 
-HASH_END = 1 << 62
 _AT_ONCE = 512  # rows
 _S2 = np.uint64(2)
 

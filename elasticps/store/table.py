@@ -258,7 +258,7 @@ class Table:
             self._release_rows()
 
     def evict(
-        self, r: int, low: int, high: int, predicate: Predicate, bound: int = intervals.HASH_END, applied: int = 0
+        self, r: int, low: int, high: int, predicate: Predicate, bound: int = hashing.HASH_END, applied: int = 0
     ) -> int:
         """Forgets the rows, or candidates, of range r at hashes low..high-1 that a predicate chooses, and notes it as
         one sweep; returns how many went. bound: hash up to which the range has arrived here; applied: operations
@@ -323,12 +323,12 @@ class Table:
 
     def range_keys(self, r: int) -> NDArray[np.int64]:
         """Keys of range r, in no order that means anything. Time is proportional to the range."""
-        return self.list_words(r, 0, intervals.HASH_END)[0]
+        return self.list_words(r, 0, hashing.HASH_END)[0]
 
     def list_keys(self, r: int, place: int, most: int) -> tuple[NDArray[np.int64], int]:
         """Keys of range r from a hash on (see `intervals`), about `most` of them, and at most twice as many; and the
         hash where the next ones begin, 0 if there are no more. Time is proportional to the range."""
-        width = intervals.HASH_END // self.ranges
+        width = hashing.HASH_END // self.ranges
         low, end = max(place, r * width), (r + 1) * width
         rows = self.count_range(r)
         high = min(end, low + max(1, width * most // rows)) if rows else end
@@ -341,7 +341,7 @@ class Table:
 
     def dump_range(self, r: int) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
         """Copies of range r's keys int64 [n] and whole rows uint8 [n, stride]."""
-        return self.dump_interval(r, 0, intervals.HASH_END)
+        return self.dump_interval(r, 0, hashing.HASH_END)
 
     def dump_interval(self, r: int, low: int, high: int) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
         """The same for the keys of range r whose hashes are in low..high-1."""
@@ -391,7 +391,7 @@ class Table:
             self.lifecycle.waiting.drop_range(r)
         if not self.count_range(r):
             return
-        keys, rows = self.list_words(r, 0, intervals.HASH_END)
+        keys, rows = self.list_words(r, 0, hashing.HASH_END)
         if self.retained is not None:
             self._find_to_change(keys, np.empty(len(keys), np.int64))
         index.free_rows(self._header, rows)
@@ -403,7 +403,7 @@ class Table:
     def digest_range(self, r: int, part: int = 0, parts: int = 1) -> int:
         """64-bit digest of range r's keys, weights and slots, bit for bit; the rows' order plays no part. Or of one of
         `parts` intervals of its hashes, which are about equal."""
-        width = intervals.HASH_END // self.ranges
+        width = hashing.HASH_END // self.ranges
         low, high = (r * width + width * at // parts for at in (part, part + 1))
         return int(intervals.digest_interval(self._header, r, low, high))
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from elasticps.kernels.hashing import HASH_END
 from elasticps.model.policies import Admission
 from elasticps.store import intervals
 from elasticps.store import native as field
 from elasticps.store.admission import BLOCKS, NO_BLOCKS, admit, foresee, put, remove, remove_admitted, sketch_width
-from elasticps.store.intervals import HASH_END
 from elasticps.store.memory import Allocator
 from elasticps.store.native import H_NEED, H_ROWS, H_SALT, H_SHIFT, H_WAITING, P_SKETCH, P_WIDTH
 from elasticps.store.range_map import RangeMap

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from elasticps.kernels.hashing import HASH_END
 from elasticps.wire.frames import DIGESTS, Buffer, FrameError, Header, Kind, padded
 from elasticps.wire.row_blocks import BodyReader, Bytes, RowBlock, read_block, write_block
 from elasticps.wire.windows import framed
 
-HASH_END = 1 << 62
 MAX_READ_ROWS = 1 << 16  # of one answer
 MAX_CELLS = 1 << 14  # of one question or answer
 MAX_INTERVALS = 64  # of tables that one describes, or has rows of

@@ -13,12 +13,12 @@ from elasticps.checkpoint.contents import Contents
 from elasticps.checkpoint.manifest import FileEntry, Manifest, folder_of_table
 from elasticps.checkpoint.range_usage import RangeUsage, together
 from elasticps.checkpoint.storage import Storage
+from elasticps.kernels.hashing import HASH_END
 from elasticps.model.spec import TableSpec
 from elasticps.server.core.operations import CutMark
 from elasticps.server.core.scan import Finished, Scan
 from elasticps.store import Store
 from elasticps.store.eviction import Predicate
-from elasticps.store.intervals import HASH_END
 from elasticps.store.retained import Allowance
 
 TABLE, NAME = 3, "default/t"

@@ -14,6 +14,7 @@ from elasticps.checkpoint import catalog, maintenance
 from elasticps.checkpoint.contents import Contents
 from elasticps.checkpoint.manifest import FileEntry, Manifest
 from elasticps.checkpoint.storage import Storage
+from elasticps.kernels.hashing import HASH_END
 from elasticps.model import policies, spec
 from elasticps.server.core import scan
 from elasticps.server.core.operations import CutMark
@@ -21,7 +22,6 @@ from elasticps.server.core.scan import Finished, Scan
 from elasticps.store import Store, retained
 from elasticps.store.cuts import PassedCuts
 from elasticps.store.eviction import Measure, Predicate, Reason, threshold
-from elasticps.store.intervals import HASH_END
 from elasticps.store.retained import Allowance
 from tests.checkpoint.growing import NAME, NOW, TABLE, Content, content_of, put, read
 from tests.store.test_twin import floats

@@ -9,9 +9,9 @@ import pytest
 
 from elasticps.checkpoint import catalog, contents, create, maintenance
 from elasticps.checkpoint.rows import Piece, RowReader
+from elasticps.kernels.hashing import HASH_END
 from elasticps.model import policies, spec
 from elasticps.server.core.scan import Scan
-from elasticps.store import intervals
 from elasticps.store.cuts import Deletions
 from elasticps.store.eviction import Measure, Predicate, Reason, Sweep
 from elasticps.store.layout import RowLayout
@@ -53,7 +53,7 @@ def test_rows_whose_score_was_rounded_down_as_they_were_used_stay_gone() -> None
         newer = cluster.measure(r, now)
         smaller = [key for key, rank in newer.items() if rank < older[r][key]]
         assert smaller
-        cluster.table.evict(r, 0, intervals.HASH_END, now._replace(below=newer[smaller[0]] + 1))
+        cluster.table.evict(r, 0, HASH_END, now._replace(below=newer[smaller[0]] + 1))
     cluster.checkpoint(2, 1)
     assert cluster.read() == content_of(cluster.store)
 
@@ -89,7 +89,7 @@ def story() -> None:
     cluster.checkpoint(1, 0)
     cluster.advance(NOW + 100)
     cluster.push(keys[:30], np.ones((30, DIM)))
-    assert cluster.evict(idle(NOW + 50), 0, intervals.HASH_END // 2)  # of half of the ranges
+    assert cluster.evict(idle(NOW + 50), 0, HASH_END // 2)  # of half of the ranges
     cluster.push(keys[60:90], np.ones((30, DIM)))
     cluster.checkpoint(2, 1)
     assert cluster.read() == content_of(cluster.store)

@@ -16,6 +16,7 @@ import pytest
 
 from coordinator.core.view import ServerInfo, View
 from elasticps.client.runtime import Runtime
+from elasticps.kernels.hashing import HASH_END
 from elasticps.model.optimizers import SGD
 from elasticps.model.spec import TableSpec
 from elasticps.readers.core.following import OutOfOrder
@@ -26,7 +27,6 @@ from elasticps.readers.values import ReaderSpec
 from elasticps.wire.frames import HEADER_BYTES, Buffer, FrameError, Header, Kind, json_frame, unpack_header
 from elasticps.wire.range_parts import (
     ALL_TABLES,
-    HASH_END,
     RangePart,
     ReadCursor,
     ReadRange,

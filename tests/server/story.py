@@ -11,14 +11,13 @@ import numpy as np
 from coordinator.core.view import View
 from elasticps.client.core.routing import Routes, plan_push
 from elasticps.client.writes import named_ranges
-from elasticps.kernels.hashing import table_salt
+from elasticps.kernels.hashing import HASH_END, table_salt
 from elasticps.model.optimizers import SGD, Accumulate, Adagrad, Adam, ServerOptimizer
 from elasticps.model.policies import Capacity, IdleFor, MinCount, MinCountSketch, Probability
 from elasticps.model.spec import BFloat16, Filter, Float16, Int8, Normal, TableSpec
 from elasticps.server.core.sweeps import SweptInterval
 from elasticps.store.codec import Codec
 from elasticps.store.eviction import OF_CANDIDATES, Measure, Predicate, Reason
-from elasticps.store.intervals import HASH_END
 from elasticps.store.retained import Allowance
 from elasticps.store.stamps import rows_at, stamps_in
 from elasticps.wire import frames

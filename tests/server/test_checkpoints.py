@@ -13,11 +13,11 @@ import pytest
 from elasticps.checkpoint.manifest import FileEntry
 from elasticps.checkpoint.row_writer import Done
 from elasticps.checkpoint.rows import RowFile, decode
+from elasticps.kernels.hashing import HASH_END
 from elasticps.server.core import scan
 from elasticps.server.core.operations import CutMark
 from elasticps.server.roles import checkpoints, snapshots
 from elasticps.store import Table, cuts, index, retained
-from elasticps.store.intervals import HASH_END
 from elasticps.store.native import H_CURSOR, H_STALE
 from elasticps.store.retained import RetainedRows
 from elasticps.store.swept import RowUsage

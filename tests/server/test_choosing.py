@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.core.capacities import allowances
+from elasticps.kernels.hashing import HASH_END
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.policies import Admission, Capacity, Eviction, IdleFor, MinCount, SmallNorm
 from elasticps.model.spec import TableSpec
@@ -18,7 +19,6 @@ from elasticps.server.core.sweeps import SLICE_ROWS, SweepPlan
 from elasticps.server.roles.sweeper import _by_table, _Swept
 from elasticps.store import Table, count_bounded
 from elasticps.store.eviction import Reason
-from elasticps.store.intervals import HASH_END
 
 RANGES, DIM, NOW = 4, 2, 1_000
 POLICIES: list[Eviction] = [

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from elasticps.client.core.routing import Routes, plan_push
-from elasticps.kernels.hashing import table_salt
+from elasticps.kernels.hashing import HASH_END, table_salt
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.policies import MinCountSketch
 from elasticps.model.spec import TableSpec
@@ -16,7 +16,6 @@ from elasticps.server.core.operations import ChangedPolicies, CreatedTable, Crea
 from elasticps.server.roles import snapshots
 from elasticps.server.roles.snapshots import SnapshotSender
 from elasticps.store.admission import BLOCKS
-from elasticps.store.intervals import HASH_END
 from elasticps.wire.frames import Kind, block_head, grads_padding
 from elasticps.wire.headers import PushHeader
 from replication.messages import OperationKind

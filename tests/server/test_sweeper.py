@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from coordinator.core.capacities import RowCount
+from elasticps.kernels.hashing import HASH_END
 from elasticps.model.policies import Capacity, IdleFor
 from elasticps.server.core.sweeps import Slice
 from elasticps.server.roles.sweeper import PLAN_EVERY_S, Sweeper
 from elasticps.store.eviction import Measure, Predicate, Reason
-from elasticps.store.intervals import HASH_END
 from tests.server.test_wrong_clocks import TABLE, Growing
 
 REST = Slice(TABLE, (0,), 0, HASH_END), Predicate(Measure.LAST_USE, Reason.IDLE, 1), 0.0  # of a pass that is under way

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.core.capacities import SLACK
+from elasticps.kernels.hashing import HASH_END
 from elasticps.model.policies import Admission, Capacity, Eviction, IdleFor, MinCount, SmallNorm
 from elasticps.server.core.sweeps import SLICE_ROWS, Policies, SweepPlan, bounded, predicates
 from elasticps.store.eviction import Measure, Predicate, Reason, Sweep, add_sweep
-from elasticps.store.intervals import HASH_END
 
 RANGES = 8
 WIDTH = HASH_END // RANGES

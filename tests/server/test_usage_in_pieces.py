@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from elasticps.kernels.hashing import HASH_END
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.policies import MAX_TIME, Capacity, MinCountSketch
 from elasticps.model.spec import TableSpec
@@ -16,7 +17,6 @@ from elasticps.server.core.validation import wrong
 from elasticps.store import Store
 from elasticps.store.admission import BLOCKS, NO_BLOCKS
 from elasticps.store.eviction import MOST_SWEEPS, Measure, Predicate, Reason, Sweep
-from elasticps.store.intervals import HASH_END
 from replication.messages import Forward, Operation, OperationKind, SnapshotChunk
 
 P, R, TABLE, CUT = 4, 3, 9, 5

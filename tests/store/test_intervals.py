@@ -8,11 +8,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticps.kernels.hashing import table_salt
+from elasticps.kernels.hashing import HASH_END, table_salt
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.spec import TableSpec
 from elasticps.store import Table
-from elasticps.store.intervals import HASH_END
 
 P, TABLE = 8, 5
 MASK = (1 << 64) - 1

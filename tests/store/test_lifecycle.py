@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from elasticps.errors import SpecError
+from elasticps.kernels.hashing import HASH_END
 from elasticps.model import spec
 from elasticps.model.policies import Admission, Capacity, IdleFor, MinCount, MinCountSketch, Probability, SmallNorm
 from elasticps.store import Table
 from elasticps.store.admission import ADDS_CANDIDATE, ADDS_ROW
 from elasticps.store.cuts import Deletions
 from elasticps.store.eviction import Measure, Predicate, Reason, Sweep, threshold
-from elasticps.store.intervals import HASH_END
 from elasticps.store.lifecycle import MeasuredSweep
 from elasticps.store.waiting import Waiting
 

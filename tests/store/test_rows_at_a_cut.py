@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from numpy.typing import NDArray
 
+from elasticps.kernels.hashing import HASH_END
 from elasticps.model import spec
 from elasticps.store import Store, Table, cuts, retained, slabs
 from elasticps.store.cuts import Deletions, PassedCuts
-from elasticps.store.intervals import HASH_END
 from elasticps.store.native import MAX_STAMP
 from elasticps.store.retained import Allowance, Listed
 from elasticps.store.stamps import rows_at, stamps_in

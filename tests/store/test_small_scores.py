@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from elasticps.kernels.hashing import HASH_END
 from elasticps.model.optimizers import Accumulate
 from elasticps.model.policies import Capacity
 from elasticps.model.spec import TableSpec
 from elasticps.store import Table
 from elasticps.store.eviction import Measure, Predicate, Reason, Sweep, threshold
-from elasticps.store.intervals import HASH_END
 from elasticps.store.swept import RowUsage
 
 KEYS = np.arange(800)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from numpy.typing import NDArray
 
+from elasticps.kernels.hashing import HASH_END
 from elasticps.model import spec
 from elasticps.store import Table, slabs
-from elasticps.store.intervals import HASH_END
 from tests.store.twin import TwinTable
 
 RANGES = 4

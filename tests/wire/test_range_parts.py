@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elasticps.kernels.hashing import HASH_END
 from elasticps.wire.frames import DIGESTS, Buffer, FrameError, Header, Kind, unpack_header
 from elasticps.wire.range_parts import (
     ALL_TABLES,
-    HASH_END,
     MAX_INTERVALS,
     RangePart,
     ReadCursor,

@@ -12,9 +12,9 @@ from chaos.sim.checks.growth_model import DIM, Candidate, TableModel, bits
 from chaos.sim.checks.violation import Violation
 from elasticps.checkpoint.contents import Contents
 from elasticps.checkpoint.range_usage import RangeUsage, together
+from elasticps.kernels.hashing import HASH_END
 from elasticps.model.policies import SCORES
 from elasticps.store import Table
-from elasticps.store.intervals import HASH_END
 from elasticps.store.layout import RowLayout
 from elasticps.store.usage import USAGE
 

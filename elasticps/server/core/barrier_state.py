@@ -21,9 +21,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.kernels.hashing import group_range
+from elasticps.kernels.hashing import HASH_END, group_range
 from elasticps.server.core.sweeps import SweptInterval
-from elasticps.store.intervals import HASH_END
 from elasticps.wire.frames import Block
 from replication.chain import Ranges
 

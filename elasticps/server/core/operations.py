@@ -14,14 +14,13 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from elasticps.kernels.hashing import group_range
+from elasticps.kernels.hashing import HASH_END, group_range
 from elasticps.model.policies import MAX_TIME
 from elasticps.model.sharding import GROUP_BITS, ShardSpec
 from elasticps.server.core.barrier_state import BarrierGroup, RangeRounds, Selecting
 from elasticps.server.core.data_shards import MAX_SETS, Doing, RangeShards, ShardMark, ShardSet, Used
 from elasticps.store.cuts import NO_NOTES, Notes
 from elasticps.store.eviction import Sweep
-from elasticps.store.intervals import HASH_END
 from elasticps.wire.frames import MAX_RANGES, Block, FrameError, text, whole, wholes
 from replication.chain import Ranges
 from replication.progress import MAX_CLOCK

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from coordinator.core.view import WORKERS_MAX
 from elasticps.admin.interface import MAX_URL
 from elasticps.errors import SpecError
+from elasticps.kernels.hashing import HASH_END
 from elasticps.model.policies import MAX_TIME
 from elasticps.model.sharding import MAX_SHARDS, ShardSpec
 from elasticps.model.spec import TableSpec
@@ -42,7 +43,6 @@ from elasticps.server.core.operations import (
 )
 from elasticps.server.core.snapshot import block_buffers, decode_content, encode_content
 from elasticps.server.core.sweeps import MOST_IN_A_ROUND, SweptInterval
-from elasticps.store.intervals import HASH_END
 from elasticps.wire.clocks import decode_records, encode_record, encode_records, split_record
 from elasticps.wire.frames import (
     MAX_BODY_BYTES,

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from elasticps.checkpoint.range_usage import NO_KEYS, RangeUsage
 from elasticps.checkpoint.rows import Bytes, RowFile
+from elasticps.kernels.hashing import HASH_END
 from elasticps.server.core.operations import CutMark
 from elasticps.store import Store, Table
-from elasticps.store.intervals import HASH_END
 from elasticps.store.retained import Allowance, RetainedRows
 from replication.chain import Ranges
 

@@ -13,6 +13,7 @@ from itertools import chain, islice
 import numpy as np
 from numpy.typing import NDArray
 
+from elasticps.kernels.hashing import HASH_END
 from elasticps.model.sharding import ShardSpec
 from elasticps.server.core.barrier_state import BarrierGroup, RangeRounds
 from elasticps.server.core.data_shards import Doing, RangeShards, ShardSet, Used
@@ -20,7 +21,6 @@ from elasticps.server.core.operations import ChunkContent, TableRows, WaitingKey
 from elasticps.server.core.sweeps import predicate_of
 from elasticps.store.cuts import NO_NOTES
 from elasticps.store.eviction import Sweep
-from elasticps.store.intervals import HASH_END
 from elasticps.wire.frames import Block, Buffer, FrameError, block_head, grads_padding, padded, read_blocks
 
 _TABLE = struct.Struct("<IIQQqQ")  # id, bytes of the spec, rows, stride, first cut with all deletions, how many

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.core.capacities import SLACK, divide
+from elasticps.kernels.hashing import HASH_END
 from elasticps.model.policies import (
     LAST_USED,
     MOST_USED,
@@ -30,7 +31,6 @@ from elasticps.model.policies import (
 )
 from elasticps.store import eviction
 from elasticps.store.eviction import TIE_END, Measure, Predicate, Reason
-from elasticps.store.intervals import HASH_END
 from elasticps.wire.frames import MAX_RANGES, FrameError, whole, wholes
 
 SLICE_ROWS = 2_560  # rows that are looked at in one go: some 0.5 ms

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.errors import InputError, SpecError
+from elasticps.kernels.hashing import HASH_END
 from elasticps.model.policies import MAX_COUNT, MAX_TIME, SCORES
 from elasticps.model.spec import TableSpec
 from elasticps.server.core.barrier_state import RoundStep
@@ -30,7 +31,6 @@ from elasticps.server.core.sweeps import SweptInterval
 from elasticps.store import Store, Table
 from elasticps.store.admission import BLOCKS, COUNT_MASK, NO_BLOCKS, check_sketch, sketch_width
 from elasticps.store.eviction import MOST_SWEEPS, Measure, Sweep
-from elasticps.store.intervals import HASH_END
 from elasticps.store.native import MAX_STAMP
 from elasticps.wire.frames import Block
 from elasticps.wire.refusals import refused_rows, why

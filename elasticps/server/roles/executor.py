@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elasticps.admin.interface import MarkedRange
+from elasticps.kernels.hashing import HASH_END
 from elasticps.model.spec import TableSpec
 from elasticps.server.core.audit import Marks, digest
 from elasticps.server.core.barrier_state import Rounds, RoundStep
@@ -44,7 +45,6 @@ from elasticps.server.fast import layout as at
 from elasticps.server.fast.path import FastPath
 from elasticps.store import Store, Table
 from elasticps.store.admission import NO_BLOCKS
-from elasticps.store.intervals import HASH_END
 from elasticps.system import fatal
 from replication.chain import Member, Ranges, Role
 from replication.effects import (

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from elasticps.kernels.hashing import HASH_END
 from elasticps.server.core.operations import ChunkContent, TableRows, WaitingKeys
 from elasticps.server.core.snapshot import pack, size_by_place, size_of
 from elasticps.server.roles.context import Context
 from elasticps.server.roles.replica_links import ReplicaLinks
 from elasticps.store import Table
 from elasticps.store.admission import BLOCKS
-from elasticps.store.intervals import HASH_END
 from replication.chain import Member
 from replication.effects import NextChunk, SnapshotRange
 

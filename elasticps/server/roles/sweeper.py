@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from coordinator.core import fields
 from coordinator.core.capacities import RowCount, allowances
 from coordinator.core.clocks import MOST_SKEW_S
+from elasticps.kernels.hashing import HASH_END
 from elasticps.model.policies import MAX_TIME
 from elasticps.server.core.choosing import DryRun, choose, measure
 from elasticps.server.core.headroom import Headroom
@@ -30,7 +31,6 @@ from elasticps.server.roles.executor import FutureTicket
 from elasticps.server.roles.leaders import Leaders
 from elasticps.store import Table, count_bounded
 from elasticps.store.eviction import Predicate, Reason
-from elasticps.store.intervals import HASH_END
 from elasticps.store.lifecycle import NOTHING_MEASURED, MeasuredSweep
 from replication.messages import OperationKind
 
