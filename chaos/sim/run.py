@@ -36,6 +36,7 @@ from chaos.sim.small_limits import turned
 from chaos.sim.story import ANY, FLAGS, SIZES, App, Kind, Story, tell
 from chaos.sim.tables import Fickle, Known
 from chaos.sim.threads import Threads
+from coordinator.core import differences
 from coordinator.core.view import ClusterConfig
 from elasticps import store as table_store
 from elasticps.admin.admin_pb2 import RestoreRequest, RestoreResponse
@@ -456,6 +457,7 @@ def virtual() -> Iterator[Machine]:
     table_store.warm()
     machine = Machine()
     with ExitStack() as stack:
+        stack.enter_context(patch.object(differences, "WHOLE_BYTES", 0))  # the views of stories are short
         for name in ("monotonic", "thread_time"):
             stack.enter_context(patch.object(time, name, machine.now))
         stack.enter_context(patch.object(time, "time", machine.wall))

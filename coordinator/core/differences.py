@@ -38,7 +38,8 @@ from coordinator.core.view import (
 )
 
 LONGEST_ROSTER_DIFFERENCE = 64 << 10  # then followers read the roster, which shrinks better as a whole
-SHORT_BYTES = 1 << 10  # a difference that is no longer is sent in any case
+SHORT_BYTES = 1 << 10  # a difference that is no longer is written in any case
+WHOLE_BYTES = 1 << 10  # a view that is no longer is sent whole: to make and to apply a difference takes more time
 REMEMBERED = 8  # views from which differences are made: a receiver that is further behind gets the whole view
 VIEW_CHANGES, ROSTER_CHANGES = CHANGES + VIEW + "/", CHANGES + ROSTER + "/"
 
@@ -265,7 +266,9 @@ class ViewHistory:
         """The encoded difference from the view of that epoch to the newest; None if the whole view serves better, or is
         all that there is."""
         base = next((each for each in self._views[:-1] if each.epoch == epoch), None)
-        return None if base is None else encoded_difference(base, self._views[-1])
+        if base is None or len(self._views[-1].encode()) <= WHOLE_BYTES:
+            return None
+        return encoded_difference(base, self._views[-1])
 
 
 @lru_cache(maxsize=2 * REMEMBERED)

@@ -18,6 +18,7 @@ from coordinator.core.differences import (
     _FIXED,
     _MAGIC,
     REMEMBERED,
+    WHOLE_BYTES,
     RosterDifference,
     ViewDifference,
     ViewHistory,
@@ -198,7 +199,7 @@ def test_the_death_of_a_server_takes_little_and_a_notice_says_nothing() -> None:
 
 
 def test_a_history_has_differences_from_views_that_receivers_may_have() -> None:
-    view, members = cluster(20, 256)
+    view, members = cluster(20, 1024)
     history, seen = ViewHistory(), [view, death(view, members)]
     seen += [replace(seen[1], epoch=2 + i) for i in range(1, REMEMBERED + 2)]
     for each in seen:
@@ -279,3 +280,15 @@ def test_a_roster_that_barely_fits_is_written_with_a_notice(monkeypatch: pytest.
     base, roster = Roster(1, workers[:500], "c"), Roster(2, workers, "c")
     monkeypatch.setattr(differences, "VALUE_MAX", len(roster.encode()) + 200)
     assert len(change_of(roster, base)[1]) < 200
+
+
+def test_a_short_view_is_sent_whole() -> None:
+    """To make a difference, and to apply it, takes more time than the view."""
+    view, members = cluster(8, 64)
+    after = death(view, members)
+    history = ViewHistory()
+    history.add(view)
+    history.add(after)
+    assert encoded_difference(view, after) is not None
+    assert len(after.encode()) <= WHOLE_BYTES
+    assert history.since(view.epoch) is None
