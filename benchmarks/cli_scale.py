@@ -1,7 +1,9 @@
-"""`elasticps bench control`, `steps`, `servers`, `idle`: what many servers and workers cost."""
+"""`elasticps bench control`, `steps`, `servers`, `idle`: what many servers and workers cost; `turns`: and what a change
+does to few."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -79,3 +81,32 @@ def idle(
     print_result(
         bench.run(workers=workers, processes=min(processes, workers), seconds=seconds, progress=progress), as_json
     )
+
+
+@app.command()
+def turns(
+    other: Annotated[Path, typer.Argument(exists=True, file_okay=False, help="Another checkout of elasticps.")],
+    servers: Annotated[int, typer.Option(min=1, max=64, help="Of each cluster.")] = 3,
+    replicas: Annotated[
+        list[int] | None, typer.Option(min=1, max=5, help="May be given several times.  \\[default: 1, 2]")
+    ] = None,
+    rows: Annotated[
+        list[int] | None, typer.Option(min=1, max=100_000, help="May be given several times.  \\[default: 64, 8192]")
+    ] = None,
+    starts: Annotated[int, typer.Option(min=1, help="Times that both clusters are started.")] = 4,
+    count: Annotated[int, typer.Option("--turns", min=1, help="Of each operation in each start.")] = 8,
+    seconds: Annotated[float, typer.Option(min=0.01, help="Time spent on each turn.")] = 0.2,
+    as_json: Json = False,
+) -> None:
+    """Whether pulls and pushes are as fast as with another checkout: both run at once, and take turns."""
+    from benchmarks import turns as bench
+
+    if not (other / "elasticps" / "__init__.py").is_file():
+        raise typer.BadParameter(f"{other} has no elasticps/__init__.py: name the root of a checkout")
+    print_result(
+        bench.run(
+            other.resolve(), servers=servers, replicas=replicas or bench.REPLICAS, rows=rows or bench.ROWS,
+            starts=starts, turns=count, seconds=seconds, progress=progress,
+        ),
+        as_json,
+    )  # fmt: skip
