@@ -387,7 +387,7 @@ class PackedPart:
         if routes is not self.routes:
             return None
         share, i = routes.share_index[server], self._next
-        if i == len(self._rows) or self._rows[i][F_SHARE] != share:  # not in turn, as mostly
+        if i == len(self._rows) or self._rows[i][F_SHARE] != share:  # mostly it is, as they are asked for in turn
             i = self._first(share)
             if i == len(self._rows) or self._rows[i][F_SHARE] != share:
                 return None

@@ -20,8 +20,8 @@ from elasticps.client.writes import Part, PushFrame, named_ranges
 from elasticps.errors import Refused
 from elasticps.model.sharding import GROUP_BITS
 from elasticps.wire.clocks import encode_record
-from elasticps.wire.frames import Buffer
-from elasticps.wire.headers import GetClocksHeader, PushHeader, ShardRef, write_push
+from elasticps.wire.frames import HEADER_BYTES, Buffer
+from elasticps.wire.headers import GetClocksHeader, ShardRef, write_push
 from elasticps.wire.refusals import RefusedRows
 from replication.chain import Member, Ranges
 from replication.effects import Status
@@ -300,20 +300,14 @@ class PushesInFlight:
             sent.left[request] = cut.ranges
             self._sent[request] = sent
             record = [] if frame.record is None else self._record(frame.record, cut)
-            if cut.frame is None:
-                body = [*cut.buffers, *record]
-                header = PushHeader(
-                    request, frame.epoch, frame.clock, frame.prev, cut.items, frame.part, frame.last,
-                    cut.ranges is None, frame.content is None, self.round, committed, shard, bool(record),
-                )  # fmt: skip
-                buffers: Sequence[Buffer] = [header.header(sum(map(len, body))).pack(), *body]
-            else:
-                write_push(
-                    cut.frame, sum(map(len, record)), request, frame.epoch, frame.clock, frame.prev, cut.items,
-                    frame.part, frame.last, cut.ranges is None, False, self.round, committed, shard, bool(record),
-                )  # fmt: skip
-                keys = self._keys_of(frame.head) if self.short else None
-                buffers = [cut.frame, *record] if keys is None else keys.push(cut.frame, self.short, record)
+            rest = [*cut.buffers, *record]
+            front = memoryview(bytearray(HEADER_BYTES)) if cut.frame is None else cut.frame
+            write_push(
+                front, sum(map(len, rest)), request, frame.epoch, frame.clock, frame.prev, cut.items, frame.part,
+                frame.last, cut.ranges is None, frame.content is None, self.round, committed, shard, bool(record),
+            )  # fmt: skip
+            keys = self._keys_of(frame.head) if self.short and cut.frame is not None else None
+            buffers = [front, *rest] if keys is None else keys.push(front, self.short, record)
             if ready is None:
                 self._send({frame.head: buffers})
             else:

@@ -11,7 +11,7 @@ import pytest
 
 import elasticps as eps
 from elasticps.client.client import Client
-from elasticps.client.runtime import Flag, Runtime, Stream
+from elasticps.client.runtime import Flag, Runtime, SocketPoller, Stream
 from elasticps.wire.frames import HEADER_BYTES, Kind
 from tests.client.fake_cluster import chains
 from tests.client.fakes import FakeRegistry, FakeServer
@@ -91,6 +91,9 @@ class Machine(Runtime):
         assert isinstance(stream, socket.socket)
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)  # a frame leaves whole
         return Interrupted(self, stream)
+
+    def idle(self, wake: Flag, poller: SocketPoller, timeout_s: float) -> None:
+        wake.wait(timeout_s)
 
     def event(self) -> Flag:
         self.gates.append(Gate())
