@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -24,6 +24,7 @@ from typing import TypeAlias
 import numpy as np
 
 from benchmarks.runner import Progress, Result, silent, table
+from benchmarks.workers import Process
 
 OPERATIONS = ("pull", "push", "window")
 ROWS, REPLICAS = (64, 8192), (1, 2)
@@ -54,43 +55,25 @@ class Compared:
     by_start: list[float]
 
 
-class _Player:
-    """A process with a cluster and a worker, of one checkout."""
+class _Player(Process):
+    """A process with a cluster and a worker, of one checkout. It runs this file: an older checkout has none like it."""
 
     def __init__(self, checkout: Path, servers: int, replicas: int) -> None:
-        self._checkout = checkout
         self._process = subprocess.Popen(
             [sys.executable, "-P", __file__, str(servers), str(replicas)], cwd=checkout, text=True,
             env={**os.environ, "PYTHONPATH": str(checkout)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
 
     def play(self, operation: str, rows: int, seconds: float) -> tuple[float, float]:
-        """Microseconds of an operation, and of the servers' processor time."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([operation, rows, seconds]) + "\n")
-        self._process.stdin.flush()
-        us, cpu_us = json.loads(self._line())
+        """Microseconds of an operation, and of the servers' processor time. The first call waits for the cluster."""
+        us, cpu_us = self.ask("play", operation=operation, rows=rows, seconds=seconds)
         return us, cpu_us
 
-    def wait_ready(self) -> None:
-        """Waits until its cluster is there and its table is full."""
-        self._line()
-
-    def _line(self) -> str:
-        assert self._process.stdout is not None
-        if not (line := self._process.stdout.readline()):
-            raise RuntimeError(
-                f"the process of one checkout ended with code {self._process.wait()}: see what it printed"
-            )
-        return line
-
     def close(self) -> None:
-        """Ends the process, and with it its cluster."""
-        try:
+        """Lets the process end its cluster; ends it if that takes too long."""
+        with suppress(subprocess.TimeoutExpired):
             self._process.communicate(timeout=_END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.communicate()
+        super().close()
 
 
 @contextmanager
@@ -101,7 +84,7 @@ def _pair(checkouts: Sequence[Path], servers: int, replicas: int) -> Iterator[li
         for checkout in checkouts:
             players.append(_Player(checkout, servers, replicas))
             stack.callback(players[-1].close)
-            players[-1].wait_ready()
+            players[-1].play("pull", 1, 0)  # when it is there
         yield players
 
 
@@ -164,10 +147,10 @@ def _play(servers: int, replicas: int) -> None:
         random = np.random.default_rng(1)
         keys = fill(ps, rows_table, KEYS)
         gc.disable()
-        print("ready", flush=True)
         batches: dict[int, Iterator[np.ndarray]] = {}
         for line in sys.stdin:
-            operation, rows, seconds = json.loads(line)
+            _, ask = json.loads(line)
+            operation, rows, seconds = ask["operation"], ask["rows"], ask["seconds"]
             grads = np.random.default_rng(rows).standard_normal((rows, DIM), np.float32)
             if rows not in batches:
                 batches[rows] = itertools.cycle([keys[random.integers(0, KEYS, rows)] for _ in range(32)])
@@ -182,7 +165,8 @@ def _play(servers: int, replicas: int) -> None:
                 count += 1
             ps.flush()
             took = time.perf_counter() - began
-            print(json.dumps([1e6 * took / count, 1e6 * (cpu_seconds(pids) - before) / count]), flush=True)
+            used = cpu_seconds(pids) - before
+            print(json.dumps([1e6 * took / max(count, 1), 1e6 * used / max(count, 1)]), flush=True)
 
 
 if __name__ == "__main__":
